@@ -1,0 +1,337 @@
+"""Worker's side of a Session: commands in, events out, all events of one engine step in a batch.
+
+A gateway opens one Session per worker (`hocket.rpc.session_client`). `SessionServer.serve` is the
+body of `Worker.Session` in both worker servers; it hands whole requests to the engine and routes
+what the engine publishes back to the session that started each request. Batches are numbered and
+kept until acknowledged, so that a stream that broke can be opened again within a grace time and
+go on where it stopped. A session that does not come back, or falls too far behind, is expired: its
+requests are cancelled.
+
+Everything here runs on the event loop; nothing awaits the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from hocket.errors import HocketError, InternalError
+from hocket.rpc import worker_pb2 as worker
+from hocket.rpc.convert import (
+    event_to_message,
+    key_from_message,
+    load_to_message,
+    start_from_message,
+    unpack_tokens,
+)
+from hocket.rpc.status import failed_from_error
+from hocket.types import Event, Failed, Finished, Load, RequestKey, StartRequest
+
+logger = logging.getLogger(__name__)
+
+
+class SessionEngine(Protocol):
+    """What a Session needs of an engine. Called on the event loop: neither method may block."""
+
+    def submit(self, request: StartRequest) -> None:
+        """Takes a request. Raises `HocketError` to refuse it at once."""
+        ...
+
+    def cancel(self, key: RequestKey) -> None:
+        """Stops a request and frees what it holds, exported blocks too. An unknown or finished
+        key is ignored. Events of the key published afterwards are dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """grace_s: how long a broken session may take to come back. max_kept_batches: how far a
+    gateway may fall behind. pulse_s: silence after which the load is told without events."""
+
+    grace_s: float = 10.0
+    max_kept_batches: int = 4096
+    pulse_s: float = 1.0
+
+
+@dataclass(slots=True)
+class _PartialStart:
+    """A Start whose pieces are still coming."""
+
+    start: worker.Start
+    token_ids: array[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One gateway's session. `kept`: sent or not, unacknowledged; `unsent`: for the stream now."""
+
+    session_id: str
+    received_commands: int = 0
+    last_batch: int = 0
+    kept: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
+    unsent: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
+    keys: set[RequestKey] = field(default_factory=set[RequestKey])
+    partial: dict[RequestKey, _PartialStart] = field(
+        default_factory=dict[RequestKey, _PartialStart]
+    )
+    has_unsent: asyncio.Event = field(default_factory=asyncio.Event)
+    # The stream that serves the session now; a later one takes it over.
+    stream: object | None = None
+    expiry: asyncio.TimerHandle | None = None
+    is_expired: bool = False
+
+    def acknowledge(self, batch: int) -> None:
+        while self.kept and self.kept[0].sequence <= batch:
+            self.kept.popleft()
+
+    def append(self, batch: worker.SessionEvents) -> None:
+        self.kept.append(batch)
+        self.unsent.append(batch)
+        self.has_unsent.set()
+
+
+class SessionServer:
+    """All sessions of one worker."""
+
+    def __init__(
+        self, engine: SessionEngine, worker_epoch: int, limits: SessionLimits | None = None
+    ) -> None:
+        self._engine = engine
+        self._epoch = worker_epoch
+        self._limits = limits or SessionLimits()
+        self._load = Load()
+        self._sessions: dict[str, _Session] = {}
+        self._owners: dict[RequestKey, _Session] = {}
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open or may still be resumed."""
+        return len(self._sessions)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose end has not been published."""
+        return len(self._owners)
+
+    def publish(self, events: Sequence[Event], load: Load) -> None:
+        """Tells each session its events of one engine step, in order, in one batch.
+
+        Call it once per step, on the event loop. Events of requests that nobody waits for any
+        more (cancelled, session expired) are dropped.
+        """
+        self._load = load
+        batches: dict[_Session, list[worker.Event]] = {}
+        for event in events:
+            session = self._owners.get(event.key)
+            if session is None:
+                continue
+            batches.setdefault(session, []).append(event_to_message(event))
+            if isinstance(event, Finished | Failed):
+                self._forget(event.key)
+        for session, messages in batches.items():
+            session.last_batch += 1
+            session.append(self._batch(session, session.last_batch, messages))
+            if len(session.kept) > self._limits.max_kept_batches:
+                logger.warning("session %s is too far behind: expired", session.session_id)
+                self._expire(session)
+
+    async def serve(
+        self,
+        commands: AsyncIterator[worker.SessionCommand],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """The body of `Worker.Session`: returns when the stream is over or was taken over."""
+        first = await anext(aiter(commands), None)
+        if first is None or first.WhichOneof("command") != "open":
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a Session begins with OpenSession"
+            )
+        session = self._session(first.open)
+        if session is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"session {first.open.session_id} is not known here, or no longer",
+            )
+        stream = self._attach(session, first.open.received_events)
+        reader = asyncio.create_task(self._read(session, commands))
+        try:
+            await context.write(self._pulse(session))
+            await self._write(session, stream, reader, context)
+            if session.is_expired:
+                await context.abort(
+                    grpc.StatusCode.NOT_FOUND, f"session {session.session_id} was expired"
+                )
+            if reader.done():
+                reader.result()
+        finally:
+            reader.cancel()
+            self._detach(session, stream)
+
+    def close(self) -> None:
+        """Expires every session: cancels its requests and ends its stream."""
+        for session in list(self._sessions.values()):
+            self._expire(session)
+
+    # -- one stream
+
+    async def _read(
+        self, session: _Session, commands: AsyncIterator[worker.SessionCommand]
+    ) -> None:
+        try:
+            async for command in commands:
+                self._take(session, command)
+        finally:
+            session.has_unsent.set()
+
+    async def _write(
+        self,
+        session: _Session,
+        stream: object,
+        reader: asyncio.Task[None],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        while session.stream is stream and not session.is_expired and not reader.done():
+            if session.unsent:
+                await context.write(session.unsent.popleft())
+                continue
+            session.has_unsent.clear()
+            try:
+                async with asyncio.timeout(self._limits.pulse_s):
+                    await session.has_unsent.wait()
+            except TimeoutError:
+                await context.write(self._pulse(session))
+
+    def _session(self, opening: worker.OpenSession) -> _Session | None:
+        """The session to serve: a known one, or a new one; None when it can't be resumed."""
+        session = self._sessions.get(opening.session_id)
+        if session is not None or opening.received_events > 0:
+            return session
+        session = _Session(opening.session_id)
+        self._sessions[session.session_id] = session
+        return session
+
+    def _attach(self, session: _Session, received_events: int) -> object:
+        if session.expiry is not None:
+            session.expiry.cancel()
+            session.expiry = None
+        session.acknowledge(received_events)
+        session.unsent = deque(session.kept)
+        session.stream = stream = object()
+        session.has_unsent.set()
+        return stream
+
+    def _detach(self, session: _Session, stream: object) -> None:
+        if session.stream is not stream or session.is_expired:
+            return
+        session.stream = None
+        loop = asyncio.get_running_loop()
+        session.expiry = loop.call_later(self._limits.grace_s, self._expire, session)
+
+    def _expire(self, session: _Session) -> None:
+        session.is_expired = True
+        self._sessions.pop(session.session_id, None)
+        if session.expiry is not None:
+            session.expiry.cancel()
+        session.partial.clear()
+        for key in list(session.keys):
+            self._cancel(session, key)
+        session.has_unsent.set()
+
+    # -- commands
+
+    def _take(self, session: _Session, command: worker.SessionCommand) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "acknowledge":
+            session.acknowledge(command.acknowledge.received_events)
+            return
+        if command.sequence <= session.received_commands:
+            return
+        if command.sequence != session.received_commands + 1:
+            raise ValueError(
+                f"command {command.sequence} after {session.received_commands}: one is missing"
+            )
+        session.received_commands = command.sequence
+        match kind:
+            case "start":
+                self._take_start(session, command.start)
+            case "piece":
+                self._take_piece(session, command.piece)
+            case "cancel":
+                self._cancel(session, key_from_message(command.cancel.key))
+            case _:
+                raise ValueError(f"command {command.sequence} of unexpected kind {kind}")
+
+    def _take_start(self, session: _Session, start: worker.Start) -> None:
+        key = key_from_message(start.key)
+        if key in self._owners:
+            self._engine.cancel(key)
+            self._fail(key, InternalError(f"request {key} was started twice", key=key))
+            return
+        self._owners[key] = session
+        session.keys.add(key)
+        token_ids = array("I", unpack_tokens(start.token_ids))
+        session.partial[key] = _PartialStart(start, token_ids)
+        self._submit_when_whole(session, key)
+
+    def _take_piece(self, session: _Session, piece: worker.StartPiece) -> None:
+        key = key_from_message(piece.key)
+        partial = session.partial.get(key)
+        if partial is None:
+            return  # cancelled meanwhile
+        if piece.offset != len(partial.token_ids):
+            message = f"piece at {piece.offset}, expected {len(partial.token_ids)}"
+            self._fail(key, InternalError(message, key=key))
+            return
+        partial.token_ids.extend(unpack_tokens(piece.token_ids))
+        self._submit_when_whole(session, key)
+
+    def _submit_when_whole(self, session: _Session, key: RequestKey) -> None:
+        partial = session.partial[key]
+        if len(partial.token_ids) < partial.start.prompt_tokens:
+            return
+        del session.partial[key]
+        try:
+            request = start_from_message(partial.start, tuple(partial.token_ids))
+            self._engine.submit(request)
+        except HocketError as error:
+            self._fail(key, error)
+        except Exception as error:
+            logger.exception("request %s could not be submitted", key)
+            self._fail(key, InternalError(f"submit failed: {error!r}", key=key))
+
+    def _cancel(self, session: _Session, key: RequestKey) -> None:
+        session.partial.pop(key, None)
+        self._forget(key)
+        self._engine.cancel(key)
+
+    def _fail(self, key: RequestKey, error: HocketError) -> None:
+        self.publish([failed_from_error(key, error)], self._load)
+
+    def _forget(self, key: RequestKey) -> None:
+        session = self._owners.pop(key, None)
+        if session is not None:
+            session.keys.discard(key)
+            session.partial.pop(key, None)
+
+    # -- batches
+
+    def _pulse(self, session: _Session) -> worker.SessionEvents:
+        return self._batch(session, 0, [])
+
+    def _batch(
+        self, session: _Session, sequence: int, events: list[worker.Event]
+    ) -> worker.SessionEvents:
+        return worker.SessionEvents(
+            sequence=sequence,
+            worker_epoch=self._epoch,
+            received_commands=session.received_commands,
+            events=events,
+            load=load_to_message(self._load),
+        )
