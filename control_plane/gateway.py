@@ -1,0 +1,243 @@
+"""The front door: the public gRPC service, health and reflection, over a pool of workers.
+
+`Gateway` is built with options and a `WorkerDirectory`, listens after `start`, and hands every
+Generate to `request_flow`. It decides nothing about a request but who answers for its errors:
+each becomes a gRPC status with details. Health is SERVING while a prefill and a decode worker
+that can pair are reachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from control_plane.request_flow import RequestFlow
+from control_plane.router.pool import WorkerDirectory, WorkerPool
+from control_plane.tokenizer import ModelTokenizer
+from control_plane.validation import ModelLimits, TokenPrompt, check_model, check_prompt
+from hocket.errors import ConfigError, HocketError, InternalError, InvalidRequest
+from hocket.rpc import generation_pb2 as generation
+from hocket.rpc.clients import PUBLIC_MESSAGE_BYTES, server_options
+from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from hocket.rpc.session_client import SessionClient, SessionSettings
+from hocket.rpc.status import abort
+from hocket.telemetry import GatewayMetrics
+from hocket.types import Role
+
+logger = logging.getLogger(__name__)
+
+SERVICE = generation.DESCRIPTOR.services_by_name["Generation"].full_name
+# gRPC itself refuses a message this many times over the limit, with no details, unread.
+HARD_LIMIT_FACTOR = 4
+_HEALTH_S = 0.2
+# The package's own types leave its asyncio half out.
+_HealthServicer: Any = health.aio.HealthServicer  # pyright: ignore[reportAttributeAccessIssue]
+_UNKNOWN_TOKENS = 1 << 30
+
+_Answer = TypeVar("_Answer")
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """host, port: where to listen; port 0 takes a free one. model: the served name.
+    tokenizer_folder: the checkpoint's. max_context_tokens: 0 leaves it to the workers.
+    deadline_s: time for a request whose client sets no deadline, and the most one gets.
+    """
+
+    host: str
+    port: int
+    model: str
+    tokenizer_folder: Path
+    max_context_tokens: int = 0
+    default_max_tokens: int = 256
+    max_message_bytes: int = PUBLIC_MESSAGE_BYTES
+    deadline_s: float = 600.0
+    session: SessionSettings = field(default_factory=SessionSettings)
+    gateway_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Gateway:
+    """One gateway process's server. `start`, then `stop`; both on the same event loop."""
+
+    def __init__(
+        self,
+        options: GatewayOptions,
+        directory: WorkerDirectory,
+        *,
+        registry: CollectorRegistry | None = None,
+        seeds: random.Random | None = None,
+    ) -> None:
+        """Reads the tokenizer. `registry` takes the metrics; `seeds` the requests' default seeds.
+
+        Raises CheckpointError when the tokenizer cannot be read.
+        """
+        self.options = options
+        self.metrics = GatewayMetrics(registry or CollectorRegistry())
+        self._directory = directory
+        self._seeds = seeds or random.SystemRandom()
+        self._tokenizer = ModelTokenizer(options.tokenizer_folder)
+        self._health = _HealthServicer()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> int:
+        """Listens; returns the port. Raises ConfigError when the address cannot be bound."""
+        options = self.options
+        self._pool = WorkerPool(self._directory, self._connect)
+        flow = RequestFlow(
+            self._pool, self._tokenizer, self.metrics, lambda: self._seeds.getrandbits(64)
+        )
+        service = _GenerationService(options, self._pool, self._tokenizer, flow)
+        hard_limit = options.max_message_bytes * HARD_LIMIT_FACTOR
+        self._server = grpc.aio.server(options=server_options(hard_limit))
+        add_GenerationServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
+        try:
+            port = self._server.add_insecure_port(f"{options.host}:{options.port}")
+        except RuntimeError as error:
+            await self._pool.close()
+            raise ConfigError(
+                f"gateway.host and gateway.port: {options.host}:{options.port} cannot be bound;"
+                " is another gateway running? Port 0 takes a free one."
+            ) from error
+        await self._tell_health()
+        await self._server.start()
+        self._tasks.append(asyncio.create_task(self._watch_health()))
+        return port
+
+    async def wait_until_serving(self, timeout_s: float) -> None:
+        """Returns when a request would find a pair. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not self._pool.has_pair():
+                await asyncio.sleep(_HEALTH_S / 10)
+            await self._tell_health()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuses new calls, gives running ones `grace_s` to end, then ends everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        await self._pool.close()
+
+    def _connect(self, address: str) -> SessionClient:
+        options = self.options
+        return SessionClient(address, options.gateway_id, settings=options.session)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await self._tell_health()
+            await asyncio.sleep(_HEALTH_S)
+
+    async def _tell_health(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if self._pool.has_pair() else statuses.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+
+class _GenerationService(GenerationServicer):
+    """Translates: gRPC in, gRPC out, every HocketError into a status."""
+
+    def __init__(
+        self,
+        options: GatewayOptions,
+        pool: WorkerPool,
+        tokenizer: ModelTokenizer,
+        flow: RequestFlow,
+    ) -> None:
+        self._options = options
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._flow = flow
+
+    async def Generate(  # noqa: N802
+        self, request: generation.GenerateRequest, context: _Context
+    ) -> None:
+        left_s: float | None = context.time_remaining()
+        most_s = self._options.deadline_s
+        timeout_s = most_s if left_s is None else min(left_s, most_s)
+
+        async def serve() -> None:
+            self._check_size(request)
+            await self._flow.serve(request, self._limits(), timeout_s, context.write)
+
+        await _answered(context, serve)
+
+    async def Tokenize(  # noqa: N802
+        self, request: generation.TokenizeRequest, context: _Context
+    ) -> generation.TokenizeResponse:
+        async def tokenize() -> generation.TokenizeResponse:
+            self._check_size(request)
+            limits = self._limits()
+            check_model(request.model, limits)
+            prompt = check_prompt(request, limits)
+            assert not isinstance(prompt, TokenPrompt)
+            return generation.TokenizeResponse(token_ids=await self._tokenizer.tokenize(prompt))
+
+        return await _answered(context, tokenize)
+
+    async def GetModel(  # noqa: N802
+        self, request: generation.GetModelRequest, context: _Context
+    ) -> generation.Model:
+        async def get_model() -> generation.Model:
+            limits = self._limits()
+            check_model(request.model, limits)
+            workers = self._pool.workers()
+            decode = [w for w in workers if w.role is Role.DECODE]
+            return generation.Model(
+                name=limits.name,
+                revision=workers[0].fingerprint.weights if workers else "",
+                vocabulary_size=limits.vocabulary_size,
+                max_context_tokens=limits.max_context_tokens,
+                has_mtp=any(w.has_mtp for w in decode),
+                max_draft_tokens=max((w.max_draft_tokens for w in decode), default=0),
+                default_max_tokens=limits.default_max_tokens,
+            )
+
+        return await _answered(context, get_model)
+
+    def _limits(self) -> ModelLimits:
+        """As the largest workers allow; the router refuses what fits none of the others."""
+        workers = self._pool.workers()
+        context = [w.max_context_tokens for w in workers if w.role is Role.DECODE]
+        prompt = [w.max_prompt_tokens for w in workers if w.role is Role.PREFILL]
+        most = max(context, default=_UNKNOWN_TOKENS)
+        return ModelLimits(
+            name=self._options.model,
+            vocabulary_size=self._tokenizer.vocabulary_size,
+            max_context_tokens=min(most, self._options.max_context_tokens or most),
+            max_prompt_tokens=max(prompt, default=_UNKNOWN_TOKENS),
+            default_max_tokens=self._options.default_max_tokens,
+        )
+
+    def _check_size(self, message: generation.GenerateRequest | generation.TokenizeRequest) -> None:
+        size, limit = message.ByteSize(), self._options.max_message_bytes
+        if size > limit:
+            raise InvalidRequest("message", f"{size} bytes", f"at most {limit} bytes")
+
+
+async def _answered(context: _Context, answer: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    """The answer, or the call ended with the error's status."""
+    try:
+        return await answer()
+    except HocketError as error:
+        failure = error
+    except Exception as error:
+        logger.exception("a call failed on a bug")
+        failure = InternalError(f"internal error: {type(error).__name__}")
+    await abort(context, failure)

@@ -1,0 +1,143 @@
+"""The two legs of one request: prefill on one worker, decode on another, and what they say.
+
+`request_flow` starts and ends them here. Each leg is started at most once and ended exactly once;
+its place in the router's books is given back with it. All events of both legs arrive in one queue
+in the order in which they came in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from control_plane.router.pool import Entry, WorkerPool, WorkerSession
+from control_plane.router.snapshot import Need, Placement
+from hocket.types import (
+    Event,
+    ExportHandle,
+    Failed,
+    Finished,
+    Joined,
+    Leg,
+    StartRequest,
+    Tokens,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LegEvent:
+    """An event and the leg that it came from."""
+
+    leg: Leg
+    event: Event
+
+
+class Legs:
+    """The legs of one request; use as a context manager, which ends what still runs."""
+
+    def __init__(
+        self, pool: WorkerPool, placement: Placement, need: Need, deadline_s: float
+    ) -> None:
+        """`deadline_s` is a reading of the running loop's clock."""
+        self.placement = placement
+        self._pool = pool
+        self._need = need
+        self._loop = asyncio.get_running_loop()
+        self._deadline_s = deadline_s
+        # Taken now: a worker may leave the pool while the request runs.
+        self._sessions: dict[Leg, WorkerSession] = {
+            Leg.PREFILL: pool.session(placement.prefill.worker_id),
+            Leg.DECODE: pool.session(placement.decode.worker_id),
+        }
+        self._queue: asyncio.Queue[LegEvent] = asyncio.Queue()
+        self._running: dict[Leg, StartRequest] = {}
+        self._entries: dict[Leg, Entry] = {}
+        self._started_s: dict[Leg, float] = {}
+        self._prefill: StartRequest | None = None
+        self._has_joined = False
+
+    def __enter__(self) -> Legs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether decode has the prompt's KV: prefill is not needed any more."""
+        return self._has_joined
+
+    def is_running(self, leg: Leg) -> bool:
+        """Whether the leg was started and has not ended."""
+        return leg in self._running
+
+    def was_started(self, leg: Leg) -> bool:
+        """Whether the leg was ever started."""
+        return leg in self._started_s
+
+    def running_s(self, leg: Leg) -> float:
+        """Seconds since the leg was started."""
+        return self._loop.time() - self._started_s[leg]
+
+    def start_prefill(self, request: StartRequest) -> None:
+        """Sends the prompt to the prefill worker."""
+        self._prefill = request
+        entry = self._pool.book(
+            self.placement.prefill.worker_id, prompt_tokens=self._need.prompt_tokens
+        )
+        self._start(request, entry)
+
+    def start_decode(self, export: ExportHandle) -> None:
+        """Starts decode on what prefill has begun to export."""
+        assert self._prefill is not None
+        decode = self.placement.decode
+        request = replace(self._prefill, leg=Leg.DECODE, export=export)
+        blocks = self._need.all_blocks(decode.block_tokens)
+        self._start(request, self._pool.book(decode.worker_id, blocks=blocks))
+
+    async def events(self) -> list[LegEvent]:
+        """All events that are there, at least one."""
+        events = [await self._queue.get()]
+        while not self._queue.empty():
+            events.append(self._queue.get_nowait())
+        for item in events:
+            self._note(item)
+        return events
+
+    def end(self) -> None:
+        """Cancels what still runs, and an export that nobody will read. Idempotent."""
+        for leg, request in list(self._running.items()):
+            self._sessions[leg].cancel(request.key)
+            self._ended(leg)
+        if self._prefill is not None and not self._has_joined:
+            self._sessions[Leg.PREFILL].cancel(self._prefill.key)
+        self._prefill = None
+
+    def _start(self, request: StartRequest, entry: Entry) -> None:
+        leg = request.leg
+        assert not self.was_started(leg), f"{leg} of {request.key} was started twice"
+        self._running[leg] = request
+        self._entries[leg] = entry
+        self._started_s[leg] = self._loop.time()
+        left_s = max(0.0, self._deadline_s - self._loop.time())
+        self._sessions[leg].start(
+            replace(request, deadline_s=left_s),
+            lambda event: self._queue.put_nowait(LegEvent(leg, event)),
+        )
+
+    def _note(self, item: LegEvent) -> None:
+        if isinstance(item.event, Joined):
+            self._has_joined = True
+        elif isinstance(item.event, Tokens) and item.leg is Leg.PREFILL:
+            self._release(Leg.PREFILL)
+        elif isinstance(item.event, Finished | Failed):
+            self._ended(item.leg)
+
+    def _ended(self, leg: Leg) -> None:
+        self._running.pop(leg, None)
+        self._release(leg)
+
+    def _release(self, leg: Leg) -> None:
+        entry = self._entries.pop(leg, None)
+        if entry is not None:
+            self._pool.release(entry)

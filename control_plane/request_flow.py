@@ -1,0 +1,320 @@
+"""The story of a request, from what the client sent to its last message.
+
+Validate, tokenise, find a pair of workers. Start prefill; when it has begun to export the prompt's
+KV, start decode with the handle. Tokens of both legs become one output, streamed as it grows. The
+end, an error, a deadline or the client's leaving ends both legs on their workers.
+
+The gateway calls `RequestFlow.serve` once per request; all time here is the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from control_plane.detokenizer import OutputText
+from control_plane.legs import LegEvent, Legs
+from control_plane.output import Output, OutputPiece
+from control_plane.router.pool import WorkerPool
+from control_plane.router.snapshot import Need
+from control_plane.tokenizer import ModelTokenizer
+from control_plane.validation import ModelLimits, ValidRequest, check_lengths, validate
+from hocket.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HocketError,
+    InternalError,
+    InvalidRequest,
+)
+from hocket.rpc import generation_pb2 as generation
+from hocket.rpc.convert import finish_reason_to_message, logprobs_to_message, usage_to_message
+from hocket.rpc.status import error_from_failed
+from hocket.telemetry import GatewayMetrics
+from hocket.types import (
+    Begun,
+    DraftCounts,
+    Failed,
+    Finished,
+    Joined,
+    Leg,
+    RequestKey,
+    StartRequest,
+    StoppingParams,
+    Tokens,
+    Usage,
+)
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[generation.GenerateResponse], Awaitable[None]]
+"""Passes a message on to the client; waits while the client is slow."""
+
+
+class RequestFlow:
+    """Serves requests over a pool of workers. One per gateway."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        tokenizer: ModelTokenizer,
+        metrics: GatewayMetrics,
+        new_seed: Callable[[], int],
+    ) -> None:
+        """`new_seed` gives a uint64 for a request that brought none."""
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._new_seed = new_seed
+
+    async def serve(
+        self,
+        message: generation.GenerateRequest,
+        limits: ModelLimits,
+        timeout_s: float,
+        send: Send,
+    ) -> None:
+        """Answers one request through `send`; the last message has `finish`.
+
+        Raises HocketError for everything that ends a request before its time. When the caller is
+        cancelled (the client left), both legs are.
+        """
+        arrival_s = asyncio.get_running_loop().time()
+        story = _Story(message.request_id or uuid.uuid4().hex, arrival_s, timeout_s, send)
+        outcome = InternalError.reason
+        self._metrics.in_flight.inc()
+        try:
+            async with asyncio.timeout_at(story.deadline_s):
+                await self._serve(message, limits, story)
+            outcome = "OK"
+        except TimeoutError:
+            outcome = DeadlineExceeded.reason
+            limit_s = f"{timeout_s:g}"
+            raise DeadlineExceeded(
+                f"not finished {limit_s} s after arrival", limit_s=limit_s
+            ) from None
+        except HocketError as error:
+            outcome = error.reason
+            # The message of an invalid request quotes what the client sent: not for logs.
+            told = error.field if isinstance(error, InvalidRequest) else str(error)
+            extra = {"request_id": story.request_id, "reason": error.reason}
+            logger.info("request failed: %s", told, extra=extra)
+            raise
+        except asyncio.CancelledError:
+            outcome = Cancelled.reason
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(outcome).inc()
+
+    async def _serve(
+        self, message: generation.GenerateRequest, limits: ModelLimits, story: _Story
+    ) -> None:
+        request = validate(message, limits)
+        if not request.has_seed:
+            request = replace(request, sampling=replace(request.sampling, seed=self._new_seed()))
+        token_ids = await self._tokenizer.tokenize(request.prompt)
+        max_tokens = check_lengths(len(token_ids), request.max_tokens, limits)
+        need = Need(len(token_ids), max_tokens)
+        placement = self._pool.place(need)
+
+        start = self._start_request(request, story, token_ids, max_tokens)
+        text = OutputText(self._tokenizer.backend, request.stop_strings)
+        output = Output(text, start.stopping.stop_token_ids, max_tokens)
+        with (
+            Legs(self._pool, placement, need, story.deadline_s) as legs,
+            _Run(story, legs, output, start, self._metrics) as run,
+        ):
+            legs.start_prefill(start)
+            while not run.is_over:
+                for item in await legs.events():
+                    run.take(item)
+                await run.send_piece()
+        await run.send_finish()
+
+    def _start_request(
+        self, request: ValidRequest, story: _Story, token_ids: tuple[int, ...], max_tokens: int
+    ) -> StartRequest:
+        """The prefill leg; decode's differs in leg and handle."""
+        stop_token_ids = request.stop_token_ids
+        if not request.ignore_eos:
+            stop_token_ids |= self._tokenizer.end_token_ids
+        return StartRequest(
+            # Clients may use an id twice at a time; workers may not see it twice.
+            key=RequestKey(f"{story.request_id}.{uuid.uuid4().hex[:12]}"),
+            token_ids=token_ids,
+            sampling=request.sampling,
+            stopping=StoppingParams(max_tokens, stop_token_ids),
+            leg=Leg.PREFILL,
+            deadline_s=story.timeout_s,
+            max_draft_tokens=request.max_draft_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Story:
+    """What stays the same from arrival to the end. Times are readings of the loop's clock."""
+
+    request_id: str
+    arrival_s: float
+    timeout_s: float
+    send: Send
+
+    @property
+    def deadline_s(self) -> float:
+        return self.arrival_s + self.timeout_s
+
+
+class _Run:
+    """A request that has its workers: events in, messages out."""
+
+    def __init__(
+        self,
+        story: _Story,
+        legs: Legs,
+        output: Output,
+        start: StartRequest,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._story = story
+        self._legs = legs
+        self._output = output
+        self._start = start
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._joined: Joined | None = None
+        self._usages: dict[Leg, Usage] = {}
+        self._first_token_s: float | None = None
+        self._prefill_s = 0.0
+        self._hand_off_s = 0.0
+        self._sent_s = 0.0
+        self._unsent: OutputPiece | None = None
+
+    def __enter__(self) -> _Run:
+        self._metrics.queued.inc()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._first_token_s is None:
+            self._metrics.queued.dec()
+
+    @property
+    def is_over(self) -> bool:
+        """The output is, and decode has told its draft counts if it can still be asked.
+
+        An output that ended with its first token or at a stop string waits for nobody.
+        """
+        if not self._output.is_over:
+            return False
+        is_cut = bool(self._output.matched_stop) or self._output.num_tokens <= 1
+        return is_cut or not self._legs.is_running(Leg.DECODE)
+
+    def take(self, item: LegEvent) -> None:
+        """Takes the next event of either leg. Raises the HocketError that ends the request."""
+        match item.event:
+            case Begun(export=export):
+                if self._start.stopping.max_tokens > 1 and not self._output.is_over:
+                    self._legs.start_decode(export)
+            case Tokens():
+                self._take_tokens(item.leg, item.event)
+            case Joined():
+                self._joined = item.event
+                self._hand_off_s = self._legs.running_s(Leg.DECODE)
+                self._metrics.hand_off_s.observe(self._hand_off_s)
+                self._metrics.hand_off_bytes.labels(item.event.transport).inc(
+                    item.event.imported_bytes
+                )
+            case Finished():
+                self._take_finished(item.leg, item.event)
+            case Failed():
+                # Prefill's part is done once decode has joined, decode's once the output is over;
+                # a death after that harms nothing.
+                is_done = item.leg is Leg.PREFILL and self._legs.has_joined
+                if not (is_done or self._output.is_over):
+                    raise error_from_failed(item.event)
+
+    def _take_tokens(self, leg: Leg, tokens: Tokens) -> None:
+        self._output.add(tokens)
+        if self._first_token_s is None and self._output.num_tokens:
+            now_s = self._loop.time()
+            self._first_token_s = now_s - self._story.arrival_s
+            self._prefill_s = self._legs.running_s(Leg.PREFILL)
+            self._metrics.queued.dec()
+            self._metrics.first_token_s.observe(self._first_token_s)
+            self._metrics.prefill_s.observe(self._prefill_s)
+
+    def _take_finished(self, leg: Leg, finished: Finished) -> None:
+        self._usages[leg] = finished.usage
+        if leg is not Leg.PREFILL:
+            if finished.reason is None:
+                raise InternalError("decode ended without a reason", leg=leg.value)
+            self._output.end(finished.reason)
+        elif not self._output.is_over and not self._legs.was_started(Leg.DECODE):
+            raise InternalError("prefill ended without a hand-off", leg=leg.value)
+
+    async def send_piece(self) -> None:
+        """Sends what is new, unless it can go with the last message."""
+        piece = self._output.take()
+        if piece is None:
+            return
+        self._observe_gap(piece)
+        if self._output.is_over and self._unsent is None:
+            self._unsent = piece
+        else:
+            await self._story.send(self._response(piece))
+
+    async def send_finish(self) -> None:
+        """Sends the last message."""
+        usage = self._usage()
+        self._metrics.observe_usage(usage)
+        total_s = self._loop.time() - self._story.arrival_s
+        self._metrics.request_s.observe(total_s)
+        response = self._response(self._unsent)
+        assert self._output.reason is not None
+        finish = response.finish
+        finish.reason = finish_reason_to_message(self._output.reason)
+        finish.seed = self._start.sampling.seed
+        finish.matched_stop = self._output.matched_stop
+        finish.usage.CopyFrom(usage_to_message(usage))
+        finish.timing.first_token_s = self._first_token_s or 0.0
+        finish.timing.total_s = total_s
+        finish.timing.prefill_s = self._prefill_s
+        finish.timing.hand_off_s = self._hand_off_s
+        if self._joined is not None and self._joined.imported_bytes:
+            finish.hand_off.bytes = self._joined.imported_bytes
+            finish.hand_off.transport = self._joined.transport
+            finish.hand_off.prefill_worker = self._legs.placement.prefill.worker_id
+            finish.hand_off.decode_worker = self._legs.placement.decode.worker_id
+        await self._story.send(response)
+
+    def _response(self, piece: OutputPiece | None) -> generation.GenerateResponse:
+        if piece is None:
+            return generation.GenerateResponse(
+                request_id=self._story.request_id, output_index=self._output.num_tokens
+            )
+        return generation.GenerateResponse(
+            request_id=self._story.request_id,
+            output_index=piece.output_index,
+            token_ids=piece.token_ids,
+            text=piece.text,
+            logprobs=[logprobs_to_message(entry) for entry in piece.logprobs],
+        )
+
+    def _observe_gap(self, piece: OutputPiece) -> None:
+        now_s = self._loop.time()
+        if self._sent_s and piece.token_ids:
+            self._metrics.observe_tokens(now_s - self._sent_s, len(piece.token_ids))
+        self._sent_s = now_s
+
+    def _usage(self) -> Usage:
+        """Prefill knows what was cached, decode what was drafted, only we what was sent."""
+        prefill = self._usages.get(Leg.PREFILL, Usage())
+        decode = self._usages.get(Leg.DECODE)
+        return Usage(
+            prompt_tokens=len(self._start.token_ids),
+            output_tokens=self._output.num_tokens,
+            cached_tokens=max(prefill.cached_tokens, decode.cached_tokens if decode else 0),
+            drafts=decode.drafts if decode else DraftCounts(),
+        )

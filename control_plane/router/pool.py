@@ -1,0 +1,152 @@
+"""The workers that this gateway knows, each with its Session and this gateway's books.
+
+The directory (the registry in Redis, or a list in tests) says who is there; the pool opens one
+Session to each, makes the snapshots that `route` decides on, and keeps count of what it placed
+where. `request_flow` asks for a placement and talks to the Sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from control_plane.router.route import choose_pair, has_pair
+from control_plane.router.snapshot import Books, Need, Placement, WorkerSnapshot
+from hocket.rpc.session_client import EventSink
+from hocket.types import Load, RequestKey, StartRequest, WorkerDescription
+
+
+class WorkerDirectory(Protocol):
+    """Who is registered."""
+
+    def workers(self) -> list[WorkerDescription]:
+        """All workers believed to serve; never blocks."""
+        ...
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Has `changed` called on the event loop whenever `workers()` has altered."""
+        ...
+
+
+class WorkerSession(Protocol):
+    """What the pool needs of a `SessionClient`."""
+
+    @property
+    def is_connected(self) -> bool: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def num_requests(self) -> int: ...
+    def start(self, request: StartRequest, sink: EventSink) -> None: ...
+    def cancel(self, key: RequestKey) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Member:
+    worker: WorkerDescription
+    session: WorkerSession
+    books: Books
+    is_listed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry in the books of a worker; give it back once, with `WorkerPool.release`."""
+
+    member: _Member
+    requests: int
+    prompt_tokens: int
+    blocks: int
+
+
+class WorkerPool:
+    """All known workers. Lives on one event loop."""
+
+    def __init__(self, directory: WorkerDirectory, connect: Callable[[str], WorkerSession]) -> None:
+        """`connect` opens the Session with the worker at an address."""
+        self._directory = directory
+        self._connect = connect
+        self._members: dict[str, _Member] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._rotation = 0
+        directory.watch(self.refresh)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Follows the directory. A worker that is no longer listed gets no new requests; its
+        Session stays until the ones it has are over."""
+        listed = {worker.worker_id: worker for worker in self._directory.workers()}
+        for worker_id, worker in listed.items():
+            member = self._members.get(worker_id)
+            if member is not None and member.worker.address == worker.address:
+                member.worker, member.is_listed = worker, True
+                continue
+            if member is not None:
+                self._close(member)
+            self._members[worker_id] = _Member(worker, self._connect(worker.address), Books())
+        for member in list(self._members.values()):
+            member.is_listed = member.worker.worker_id in listed
+            self._drop_if_gone(member)
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """Every known worker as of now."""
+        return [
+            WorkerSnapshot(
+                worker=member.worker,
+                load=member.session.load if member.session.is_connected else member.worker.load,
+                is_connected=member.session.is_connected,
+                is_listed=member.is_listed,
+                books=member.books,
+            )
+            for member in self._members.values()
+        ]
+
+    def workers(self) -> list[WorkerDescription]:
+        """The workers that the directory lists."""
+        return [member.worker for member in self._members.values() if member.is_listed]
+
+    def place(self, need: Need) -> Placement:
+        """The pair for a request. Raises WorkerUnavailable or InvalidRequest; see `route`."""
+        self._rotation += 1
+        return choose_pair(self.snapshots(), need, self._rotation)
+
+    def has_pair(self) -> bool:
+        """Whether requests can be served at all."""
+        return has_pair(self.snapshots())
+
+    def session(self, worker_id: str) -> WorkerSession:
+        """The Session with a known worker."""
+        return self._members[worker_id].session
+
+    def book(self, worker_id: str, *, prompt_tokens: int = 0, blocks: int = 0) -> Entry:
+        """Enters a request into a worker's books."""
+        entry = Entry(self._members[worker_id], 1, prompt_tokens, blocks)
+        entry.member.books = entry.member.books.plus(1, prompt_tokens, blocks)
+        return entry
+
+    def release(self, entry: Entry) -> None:
+        """Takes an entry back out; the worker may be gone by now."""
+        books = entry.member.books
+        entry.member.books = books.plus(-entry.requests, -entry.prompt_tokens, -entry.blocks)
+        self._drop_if_gone(entry.member)
+
+    async def close(self) -> None:
+        """Ends every Session; what runs on them fails."""
+        for member in self._members.values():
+            self._close(member)
+        self._members.clear()
+        await asyncio.gather(*self._closing)
+
+    def _drop_if_gone(self, member: _Member) -> None:
+        name = member.worker.worker_id
+        is_current = self._members.get(name) is member
+        if is_current and not member.is_listed and member.session.num_requests == 0:
+            self._close(self._members.pop(name))
+
+    def _close(self, member: _Member) -> None:
+        task = asyncio.create_task(member.session.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

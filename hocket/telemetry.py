@@ -1,0 +1,233 @@
+"""What every process tells about itself: Prometheus metrics and log lines in JSON.
+
+Metrics live in a registry that is passed in, one per process. The gateway uses `GatewayMetrics`,
+workers `WorkerMetrics`; both report multi-token prediction through `DraftMetrics`, where each of
+the circulating figures has a name of its own. Log lines carry the request's id when it is known;
+they never carry prompts or tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from hocket.types import DraftCounts, Load, Usage
+
+_LATENCY_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+)
+
+
+class DraftMetrics:
+    """Multi-token prediction since the start of the process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.drafted = Counter("hocket_draft_tokens", "Draft tokens proposed.", registry=registry)
+        self.accepted = Counter(
+            "hocket_draft_tokens_accepted",
+            "Draft tokens that verification kept.",
+            registry=registry,
+        )
+        self.verify_steps = Counter(
+            "hocket_verify_steps", "Verify steps, counted per request.", registry=registry
+        )
+        self.emitted = Counter(
+            "hocket_verify_emitted_tokens", "Tokens emitted by verify steps.", registry=registry
+        )
+        self.drafted_at = Counter(
+            "hocket_draft_position_proposed",
+            "Steps that proposed a draft at this position (0 is the first).",
+            ["position"],
+            registry=registry,
+        )
+        self.survived_at = Counter(
+            "hocket_draft_position_survived",
+            "Steps that kept all drafts up to this position.",
+            ["position"],
+            registry=registry,
+        )
+        self.acceptance_rate = Gauge(
+            "hocket_draft_acceptance_rate", "Accepted / drafted tokens.", registry=registry
+        )
+        self.survival = Gauge(
+            "hocket_draft_survival_rate",
+            "Survived / proposed at this position.",
+            ["position"],
+            registry=registry,
+        )
+        self.acceptance_length = Gauge(
+            "hocket_acceptance_length", "Tokens emitted per verify step.", registry=registry
+        )
+        self._total = DraftCounts()
+
+    @property
+    def total(self) -> DraftCounts:
+        """The sum of all counts so far."""
+        return self._total
+
+    def add(self, counts: DraftCounts) -> None:
+        """Adds what was counted since the last call, for example by one finished request."""
+        total = self._total
+        self._total = DraftCounts(
+            verify_steps=total.verify_steps + counts.verify_steps,
+            emitted_tokens=total.emitted_tokens + counts.emitted_tokens,
+            drafted_by_position=_sum(total.drafted_by_position, counts.drafted_by_position),
+            accepted_by_position=_sum(total.accepted_by_position, counts.accepted_by_position),
+        )
+        self.drafted.inc(counts.drafted_tokens)
+        self.accepted.inc(counts.accepted_tokens)
+        self.verify_steps.inc(counts.verify_steps)
+        self.emitted.inc(counts.emitted_tokens)
+        self.acceptance_rate.set(self._total.acceptance_rate)
+        self.acceptance_length.set(self._total.acceptance_length)
+        for position, number in enumerate(counts.drafted_by_position):
+            self.drafted_at.labels(str(position)).inc(number)
+        for position, number in enumerate(counts.accepted_by_position):
+            self.survived_at.labels(str(position)).inc(number)
+        pairs = zip(self._total.drafted_by_position, self._total.accepted_by_position, strict=True)
+        for position, (drafted, accepted) in enumerate(pairs):
+            if drafted:
+                self.survival.labels(str(position)).set(accepted / drafted)
+
+
+class GatewayMetrics:
+    """What the gateway measures per request. Latencies count from the request's arrival."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests = Counter(
+            "hocket_requests", "Requests by outcome: OK or the error's reason.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.in_flight = Gauge(
+            "hocket_requests_in_flight", "Requests being served.", registry=registry
+        )
+        self.queued = Gauge(
+            "hocket_requests_queued", "Requests that wait for their first token.", registry=registry
+        )
+        self.first_token_s = _latency(
+            registry, "hocket_time_to_first_token_seconds", "Arrival to first token."
+        )
+        self.inter_token_s = _latency(
+            registry,
+            "hocket_inter_token_latency_seconds",
+            "Time between messages over the tokens of the later one; one sample per token.",
+        )
+        self.request_s = _latency(registry, "hocket_request_seconds", "Arrival to last message.")
+        self.prefill_s = _latency(
+            registry, "hocket_prefill_seconds", "Start of the prefill leg to the first token."
+        )
+        self.hand_off_s = _latency(
+            registry, "hocket_hand_off_seconds", "Start of the decode leg to joining its batch."
+        )
+        self.hand_off_bytes = Counter(
+            "hocket_hand_off_bytes", "KV bytes moved from prefill to decode.", ["transport"],
+            registry=registry,
+        )  # fmt: skip
+        self.prompt_tokens = Counter("hocket_prompt_tokens", "Prompt tokens.", registry=registry)
+        self.cached_tokens = Counter(
+            "hocket_prompt_tokens_cached", "Prompt tokens found in the cache.", registry=registry
+        )
+        self.output_tokens = Counter("hocket_output_tokens", "Tokens sent.", registry=registry)
+        self.drafts = DraftMetrics(registry)
+
+    def observe_tokens(self, gap_s: float, num_tokens: int) -> None:
+        """A message with tokens, `gap_s` after the one before it."""
+        for _ in range(num_tokens):
+            self.inter_token_s.observe(gap_s / num_tokens)
+
+    def observe_usage(self, usage: Usage) -> None:
+        """The usage of a finished request."""
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.output_tokens.inc(usage.output_tokens)
+        self.drafts.add(usage.drafts)
+
+
+class WorkerMetrics:
+    """What a worker's engine shows: its load, its pulse, its steps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.step_s = _latency(registry, "hocket_worker_step_seconds", "One step of the engine.")
+        self.steps = Gauge(
+            "hocket_worker_steps", "Steps since the start: stands still when the engine does.",
+            registry=registry,
+        )  # fmt: skip
+        self.running = Gauge(
+            "hocket_worker_running_requests", "Requests in the batch.", registry=registry
+        )
+        self.waiting = Gauge(
+            "hocket_worker_waiting_requests", "Requests that wait.", registry=registry
+        )
+        self.queued_prompt_tokens = Gauge(
+            "hocket_worker_queued_prompt_tokens", "Prompt tokens not yet computed.",
+            registry=registry,
+        )  # fmt: skip
+        self.blocks = Gauge(
+            "hocket_worker_kv_blocks", "KV blocks: all, free, finished but unread.", ["state"],
+            registry=registry,
+        )  # fmt: skip
+        self.drafts = DraftMetrics(registry)
+
+    def observe_load(self, load: Load) -> None:
+        """The load as of now."""
+        self.steps.set(load.steps)
+        self.running.set(load.running_requests)
+        self.waiting.set(load.waiting_requests)
+        self.queued_prompt_tokens.set(load.queued_prompt_tokens)
+        self.blocks.labels("all").set(load.num_blocks)
+        self.blocks.labels("free").set(load.free_blocks)
+        self.blocks.labels("unread").set(load.unread_blocks)
+
+
+class JsonFormatter(logging.Formatter):
+    """One line of JSON per record; what is given as `extra={...}` becomes fields of its own."""
+
+    _PLAIN = frozenset(vars(logging.makeLogRecord({})))
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON: time (UTC, seconds), level, process, logger, message, extras."""
+        line: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {k: v for k, v in vars(record).items() if k not in self._PLAIN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logging(level: str, process: str, stream: TextIO | None = None) -> None:
+    """Sends this process's log lines, as JSON, to `stream` (stderr). `process` says which it is."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def _latency(registry: CollectorRegistry, name: str, text: str) -> Histogram:
+    return Histogram(name, text, buckets=_LATENCY_BUCKETS_S, registry=registry)
+
+
+def _sum(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
+    """Element by element; the shorter one counts as followed by zeros."""
+    left, right = list(left), list(right)
+    width = max(len(left), len(right))
+    left += [0] * (width - len(left))
+    right += [0] * (width - len(right))
+    return tuple(a + b for a, b in zip(left, right, strict=True))

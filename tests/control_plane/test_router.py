@@ -1,0 +1,224 @@
+"""Routing: filter, score, pick, on values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from control_plane.router.pool import WorkerPool
+from control_plane.router.route import choose_pair, has_pair
+from control_plane.router.snapshot import Books, Need, WorkerSnapshot
+from hocket.errors import InvalidRequest, WorkerUnavailable
+from hocket.rpc.session_client import EventSink
+from hocket.types import Fingerprint, Load, RequestKey, Role, StartRequest, WorkerDescription
+
+A = Fingerprint("a", "kv", 64, "bfloat16", "1")
+B = replace(A, weights="b")
+NEED = Need(prompt_tokens=100, max_tokens=50)
+
+
+def worker(name: str, role: Role, **changes: Any) -> WorkerDescription:
+    description = WorkerDescription(
+        worker_id=name,
+        epoch=1,
+        role=role,
+        address=f"host:{name}",
+        fingerprint=A,
+        model="m",
+        num_blocks=100,
+        block_tokens=64,
+        block_bytes=1,
+        max_context_tokens=4096,
+        max_prompt_tokens=2048,
+        max_draft_tokens=3,
+        has_mtp=True,
+    )
+    return replace(description, **changes)
+
+
+def prefill(name: str, *, queued: int = 0, unread: int = 0, **changes: Any) -> WorkerSnapshot:
+    load = Load(queued_prompt_tokens=queued, unread_blocks=unread)
+    return WorkerSnapshot(worker(name, Role.PREFILL, **changes), load, is_connected=True)
+
+
+def decode(name: str, *, free: int = 100, running: int = 0, **changes: Any) -> WorkerSnapshot:
+    load = Load(free_blocks=free, num_blocks=100, running_requests=running)
+    return WorkerSnapshot(worker(name, Role.DECODE, **changes), load, is_connected=True)
+
+
+def names(workers: list[WorkerSnapshot], need: Need = NEED, rotation: int = 0) -> tuple[str, str]:
+    placement = choose_pair(workers, need, rotation)
+    assert placement.prefill.fingerprint == placement.decode.fingerprint
+    return placement.prefill.worker_id, placement.decode.worker_id
+
+
+def test_the_least_loaded_of_each_role_are_chosen() -> None:
+    workers = [prefill("p0", queued=500), prefill("p1", queued=10)]
+    workers += [decode("d0", free=20), decode("d1", free=90), decode("d2", free=50)]
+    assert names(workers) == ("p1", "d1")
+
+
+def test_the_gateways_own_books_count_before_a_load_is_reported() -> None:
+    busy_prefill = replace(prefill("p0"), books=Books(requests=3, prompt_tokens=300))
+    busy_decode = replace(decode("d0"), books=Books(requests=3, blocks=9))
+    workers = [busy_prefill, prefill("p1", queued=200), busy_decode, decode("d1", free=95)]
+    assert names(workers) == ("p1", "d1")
+
+
+def test_finished_prompts_that_nobody_reads_make_a_prefill_worker_less_wanted() -> None:
+    assert names([prefill("p0", unread=40), prefill("p1", queued=100), decode("d")])[0] == "p1"
+
+
+def test_waiting_requests_weigh_more_than_blocks() -> None:
+    waiting = replace(decode("d0"), load=Load(free_blocks=90, num_blocks=100, waiting_requests=1))
+    assert names([prefill("p"), waiting, decode("d1", free=50)])[1] == "d1"
+
+
+def test_ties_are_spread_evenly_and_in_a_fixed_order() -> None:
+    workers = [*(prefill(f"p{i}") for i in range(3)), *(decode(f"d{i}") for i in range(2))]
+    chosen = [names(workers, rotation=r) for r in range(12)]
+    assert set(Counter(p for p, _ in chosen).values()) == {4}
+    assert set(Counter(d for _, d in chosen).values()) == {6}
+    assert chosen == [names(list(reversed(workers)), rotation=r) for r in range(12)]
+
+
+def test_only_equal_fingerprints_pair() -> None:
+    workers = [prefill("pa"), prefill("pb", fingerprint=B, queued=900), decode("db", fingerprint=B)]
+    assert names(workers) == ("pb", "db")
+    workers += [decode("da", free=0)]
+    assert names(workers) == ("pa", "da")
+
+
+def test_no_common_fingerprint_names_the_difference() -> None:
+    with pytest.raises(WorkerUnavailable, match="weights: 'a' != 'b'") as caught:
+        choose_pair([prefill("p"), decode("d", fingerprint=B)], NEED)
+    assert caught.value.is_retryable
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: replace(s, is_connected=False), "is not reachable at host:p"),
+        (lambda s: replace(s, is_listed=False), "is no longer registered"),
+        (lambda s: replace(s, worker=replace(s.worker, is_draining=True)), "is draining"),
+        (lambda s: replace(s, worker=replace(s.worker, protocol_version=9)), "speaks protocol 9"),
+    ],
+)
+def test_a_worker_that_may_not_serve_is_named_with_its_reason(
+    change: Callable[[WorkerSnapshot], WorkerSnapshot], reason: str
+) -> None:
+    workers = [change(prefill("p")), decode("d")]
+    with pytest.raises(WorkerUnavailable, match=f"no prefill worker .*: p {reason}"):
+        choose_pair(workers, NEED)
+    assert not has_pair(workers)
+    assert names([*workers, prefill("other")]) == ("other", "d")
+
+
+def test_an_empty_pool_says_which() -> None:
+    with pytest.raises(WorkerUnavailable, match="no prefill worker is registered"):
+        choose_pair([decode("d")], NEED)
+    with pytest.raises(WorkerUnavailable, match="no decode worker is registered"):
+        choose_pair([prefill("p")], NEED)
+    assert has_pair([prefill("p"), decode("d")])
+
+
+@pytest.mark.parametrize(
+    ("workers", "need", "limit"),
+    [
+        ([prefill("p", max_prompt_tokens=99), decode("d")], NEED, "at most 99 tokens"),
+        ([prefill("p", num_blocks=1), decode("d")], NEED, "at most 64 tokens"),
+        ([prefill("p"), decode("d", num_blocks=2)], NEED, "at most 128 tokens"),
+        ([prefill("p"), decode("d", max_context_tokens=149)], NEED, "at most 149 tokens"),
+    ],
+)
+def test_what_can_never_fit_is_the_clients_error(
+    workers: list[WorkerSnapshot], need: Need, limit: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=limit):
+        choose_pair(workers, need)
+
+
+def test_what_would_fit_into_a_worker_that_is_away_may_be_tried_again() -> None:
+    away = replace(prefill("big"), is_connected=False)
+    with pytest.raises(WorkerUnavailable, match=r"big is not reachable.*small takes prompts"):
+        choose_pair([away, prefill("small", max_prompt_tokens=10), decode("d")], NEED)
+
+
+class IdleSession:
+    """A Session in memory on which nothing ever happens."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.is_connected = True
+        self.load = Load()
+        self.num_requests = 0
+        self.is_closed = False
+
+    def start(self, request: StartRequest, sink: EventSink) -> None:
+        self.num_requests += 1
+
+    def cancel(self, key: RequestKey) -> None:
+        self.num_requests -= 1
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Directory:
+    def __init__(self, *workers: WorkerDescription) -> None:
+        self.listed = list(workers)
+        self.changed: Callable[[], None] = lambda: None
+
+    def workers(self) -> list[WorkerDescription]:
+        return self.listed
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+
+async def test_the_pool_follows_the_directory_and_keeps_sessions_in_use() -> None:
+    opened: list[IdleSession] = []
+
+    def connect(address: str) -> IdleSession:
+        opened.append(IdleSession(address))
+        return opened[-1]
+
+    directory = Directory(worker("p", Role.PREFILL), worker("d", Role.DECODE))
+    pool = WorkerPool(directory, connect)
+    assert [s.address for s in opened] == ["host:p", "host:d"]
+    placement = pool.place(NEED)
+    entry = pool.book(placement.decode.worker_id, blocks=3)
+    opened[1].num_requests = 1
+
+    directory.listed = [worker("p", Role.PREFILL, epoch=2)]
+    directory.changed()
+    assert len(opened) == 2, "a restart at the same address keeps the Session"
+    assert [w.epoch for w in pool.workers()] == [2]
+    with pytest.raises(WorkerUnavailable, match="d is no longer registered"):
+        pool.place(NEED)
+    opened[1].num_requests = 0
+    pool.release(entry)
+    assert [s.name for s in pool.snapshots()] == ["p"]
+
+    directory.listed = [worker("p", Role.PREFILL, address="elsewhere")]
+    directory.changed()
+    assert opened[2].address == "elsewhere"
+    await pool.close()
+    assert all(session.is_closed for session in opened)
+
+
+async def test_books_are_never_negative_and_end_at_zero() -> None:
+    directory = Directory(worker("p", Role.PREFILL), worker("d", Role.DECODE))
+    pool = WorkerPool(directory, IdleSession)
+    entries = [pool.book("d", blocks=i) for i in range(5)]
+    assert pool.snapshots()[1].books == Books(requests=5, blocks=10)
+    for entry in entries:
+        pool.release(entry)
+    assert pool.snapshots()[1].books == Books()
+    with pytest.raises(AssertionError):
+        pool.release(entries[0])
+    await pool.close()
