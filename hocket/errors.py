@@ -44,9 +44,7 @@ class InvalidRequest(HocketError):
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         message = f"{field} is {shown}; it must be {limit}."
-        super().__init__(
-            f"{message} {way_out}".rstrip(), field=field, value=shown, limit=limit
-        )
+        super().__init__(f"{message} {way_out}".rstrip(), field=field, value=shown, limit=limit)
         self.field = field
 
 

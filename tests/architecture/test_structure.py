@@ -1,4 +1,4 @@
-"""The repository's shape, as tests: sizes, documented names, generated stubs, torch-free imports."""
+"""The repository as tests: sizes, documented names, generated stubs, torch-free imports."""
 
 from __future__ import annotations
 

@@ -1,0 +1,86 @@
+"""The words between an export table and its surroundings: commands in, messages out, counters.
+
+`server.py` turns what happens on the Export streams into commands for the engine thread, which
+hands them to the table (`kv_export.py`), and sends the table's messages. The decode twin is
+`decode_workers/import_stream.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hocket.errors import HocketError
+from hocket.rpc import worker_pb2 as worker
+from hocket.types import Fingerprint, RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """Who exports, and the limits. `max_unread_share` is a share of the pool's blocks."""
+
+    worker_id: str
+    worker_epoch: int
+    address: str
+    fingerprint: Fingerprint
+    num_slots: int
+    progress_timeout_s: float
+    open_timeout_s: float
+    max_unread_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArrived:
+    """An update came up an Export stream. The server numbers its streams; numbers never repeat."""
+
+    stream: int
+    update: worker.ExportUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGone:
+    """An Export stream ended or broke; the reader can't be told anything any more."""
+
+    stream: int
+
+
+ExportCommand = UpdateArrived | StreamGone
+
+
+@dataclass(frozen=True, slots=True)
+class SendEvent:
+    """Send this down the stream."""
+
+    stream: int
+    event: worker.ExportEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """Nothing more will be sent on this stream: end it."""
+
+    stream: int
+
+
+ExportMessage = SendEvent | EndStream
+
+
+@dataclass(frozen=True, slots=True)
+class ExportLost:
+    """The export ended while its prompt was still being computed: the engine should abort it."""
+
+    key: RequestKey
+    error: HocketError
+
+
+@dataclass(slots=True)
+class ExportCounters:
+    """Since the start of the worker, for metrics."""
+
+    begun: int = 0
+    opened: int = 0
+    completed: int = 0
+    aborted: int = 0
+    expired_unopened: int = 0
+    expired_stalled: int = 0
+    peers_gone: int = 0
+    rejected_opens: int = 0
