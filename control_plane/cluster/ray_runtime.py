@@ -1,0 +1,266 @@
+"""Ray, as far as Hocket uses it: start or join a cluster, place processes, watch them.
+
+Locally, Ray runs on loopback with its own short temporary folder, without dashboard and usage
+statistics, and everything it started ends with it. `RayProcess` is one actor seen by the
+supervisor. Ray reads its environment when it is imported, so imports stand inside functions here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from control_plane.cluster.supervisor import Health
+from hocket import environment
+from hocket.config import Config, DecodeSettings, PlacementSettings, PrefillSettings
+from hocket.errors import ConfigError, HocketError
+
+_GATEWAY_CPUS = 0.1
+# Socket paths end at 107 characters and Ray adds about 70.
+_LONGEST_TEMP_PATH = 32
+# Ray's smallest; nothing of ours goes through its object store.
+_OBJECT_STORE_BYTES = 80 * 2**20
+
+
+def temporary_folder() -> Path:
+    """A new folder whose path is short enough for Ray's sockets."""
+    usual = tempfile.gettempdir()
+    return Path(
+        tempfile.mkdtemp(prefix="hk-", dir=usual if len(usual) <= _LONGEST_TEMP_PATH else "/tmp")
+    )
+
+
+class RayRuntime:
+    """A connection to Ray, and the placement groups made through it."""
+
+    def __init__(self, config: Config, *, verbose: bool) -> None:
+        """Starts a local Ray, or joins the one at `cluster.ray_address`.
+
+        Raises:
+            ConfigError: labels are asked of a local Ray, or the address does not answer.
+        """
+        environment.prepare_ray()
+        import ray
+
+        self._folder: Path | None = None
+        address = config.cluster.ray_address
+        common: dict[str, Any] = {
+            "log_to_driver": verbose,
+            "logging_level": logging.INFO if verbose else logging.ERROR,
+            "namespace": config.redis.prefix,
+        }
+        if address:
+            try:
+                ray.init(address=address, **common)
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"cluster.ray_address is {address!r}: {error}", field="cluster.ray_address"
+                ) from error
+            return
+        _refuse_local_labels(config)
+        self._folder = temporary_folder()
+        cpus, resources = _local_resources(config)
+        try:
+            # "local": never one that happens to run here, whatever the environment says.
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                resources=resources,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(self._folder),
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+        except BaseException:
+            # Also when a signal interrupts it half-way.
+            self.close()
+            raise
+
+    def reserve(self, name: str, pool: PrefillSettings | DecodeSettings, timeout_s: float) -> Any:
+        """A placement group with one bundle per worker of the pool `name`, spread over nodes.
+
+        Raises:
+            ConfigError: the cluster has not had room for it within `timeout_s`.
+        """
+        from ray.util.placement_group import placement_group
+
+        bundle = bundle_of(pool.placement)
+        group = placement_group(
+            bundles=[bundle] * pool.workers,
+            strategy="SPREAD",
+            bundle_label_selector=[dict(pool.placement.labels)] * pool.workers,
+        )
+        if not group.wait(timeout_s):
+            raise ConfigError(
+                f"{name}.placement: Ray has no room for {pool.workers} x {bundle} with labels "
+                f"{pool.placement.labels} (waited {timeout_s:g} s).",
+                field=f"{name}.placement",
+            )
+        return group
+
+    def close(self) -> None:
+        """Leaves Ray; a local one ends with all its processes. Safe to call again."""
+        import ray
+
+        ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def bundle_of(placement: PlacementSettings) -> dict[str, float]:
+    """What one worker takes from Ray's books. Never empty: Ray refuses an empty bundle."""
+    bundle = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    return {name: amount for name, amount in bundle.items() if amount > 0} or {"CPU": 0.001}
+
+
+def _local_resources(config: Config) -> tuple[int, dict[str, float]]:
+    """A local Ray is given whatever CPUs and custom resources the pools ask of it."""
+    cpus, resources = float(_GATEWAY_CPUS), dict[str, float]()
+    for pool in (config.prefill, config.decode):
+        for name, amount in bundle_of(pool.placement).items():
+            if name == "CPU":
+                cpus += amount * pool.workers
+            elif name != "GPU":
+                resources[name] = resources.get(name, 0.0) + amount * pool.workers
+    return max(environment.num_cpus(), math.ceil(cpus)), resources
+
+
+def _refuse_local_labels(config: Config) -> None:
+    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.placement.labels:
+            raise ConfigError(
+                f"{name}.placement.labels is {pool.placement.labels}, but a local Ray has one "
+                "node without labels; set cluster.ray_address or leave the labels out.",
+                field=f"{name}.placement.labels",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ActorOptions:
+    """Where and with which environment an actor runs. `group` None: on this very machine."""
+
+    name: str
+    environment: Mapping[str, str]
+    group: Any = None
+    bundle: int = 0
+    num_cpus: float = _GATEWAY_CPUS
+    num_gpus: float = 0.0
+    resources: Mapping[str, float] | None = None
+
+
+def launch_actor(kind: type[Any], arguments: tuple[Any, ...], options: ActorOptions) -> Any:
+    """Creates the actor; its methods may run at once in several threads."""
+    import ray
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
+
+    if options.group is None:
+        here = ray.get_runtime_context().get_node_id()
+        where: Any = NodeAffinitySchedulingStrategy(node_id=here, soft=False)
+    else:
+        where = PlacementGroupSchedulingStrategy(
+            placement_group=options.group,
+            placement_group_bundle_index=options.bundle,
+        )
+    actor_class: Any = ray.remote(kind)
+    return actor_class.options(
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        resources=dict(options.resources or {}),
+        max_restarts=0,
+        max_concurrency=8,
+        scheduling_strategy=where,
+        runtime_env={"env_vars": dict(options.environment)},
+    ).remote(*arguments)
+
+
+class RayProcess:
+    """One life of an actor that has `start`, `pulse`, `wait_until_closed` and `stop`."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._started = actor.start.remote()
+        self._closed = actor.wait_until_closed.remote()
+        self._pulse: Any = None
+        self._result: Any = None
+        self._fault = ""
+
+    def look(self) -> Health:
+        import ray
+
+        if self._fault:
+            return Health.DEAD
+        if _is_ready(self._closed):
+            return self._dead("it ended", self._closed)
+        if self._result is None:
+            if not _is_ready(self._started):
+                return Health.STARTING
+            try:
+                self._result = ray.get(self._started)
+            except Exception as error:
+                return self._dead(_cause(error), None)
+            return Health.SERVING
+        if self._pulse is None:
+            self._pulse = self.actor.pulse.remote()
+        if not _is_ready(self._pulse):
+            return Health.SILENT
+        pulse, self._pulse = self._pulse, None
+        try:
+            is_alive = ray.get(pulse)
+        except Exception as error:
+            return self._dead(_cause(error), None)
+        return Health.SERVING if is_alive else self._dead("its engine has ended", None)
+
+    @property
+    def result(self) -> Any:
+        """What `start` returned; None while it has not."""
+        return self._result
+
+    def why(self) -> str:
+        return self._fault
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
+
+    def _dead(self, fault: str, ended: Any) -> Health:
+        import ray
+
+        if ended is not None:
+            try:
+                ray.get(ended)
+            except Exception as error:
+                fault = _cause(error)
+        self._fault = fault
+        return Health.DEAD
+
+
+def _is_ready(reference: Any) -> bool:
+    import ray
+
+    ready, _ = ray.wait([reference], timeout=0)
+    return bool(ready)
+
+
+def _cause(error: Exception) -> str:
+    """One line: our own error as it was raised in the actor, or what Ray knows."""
+    from ray.exceptions import ActorDiedError
+
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, HocketError):
+        return str(cause)
+    if isinstance(cause, ActorDiedError):
+        return "its process died"
+    lines = str(cause).strip().splitlines() or [""]
+    return f"{type(cause).__name__}: {lines[0]}"

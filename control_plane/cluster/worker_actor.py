@@ -1,0 +1,106 @@
+"""What runs inside a worker's Ray actor: the worker, its lease in the registry, and its pulse.
+
+The control plane never imports a worker package: it names the class as "module:name" and this
+actor, in a process of its own, imports it. Ray carries starting, pulse and stopping only; requests
+go to the worker's own gRPC server. Next: `control_plane.cluster.supervisor` watches the actor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import threading
+from dataclasses import replace
+from typing import Protocol, cast
+
+from control_plane.cluster.registry import Registration
+from hocket.config import RedisSettings, WorkerSettings
+from hocket.types import WorkerDescription
+
+
+class WorkerProcess(Protocol):
+    """What `prefill_workers.server` and `decode_workers.server` offer under this name."""
+
+    def __init__(self, settings: WorkerSettings) -> None: ...
+
+    def start(self) -> WorkerDescription:
+        """Loads the model and serves; returns when requests can come."""
+        ...
+
+    def describe(self) -> WorkerDescription:
+        """The worker as it is now, with its load."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the engine still runs."""
+        ...
+
+    def drain(self, deadline_s: float) -> int:
+        """Takes nothing new and finishes what is there; returns how many requests it failed."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+def import_entry(entry: str) -> type[WorkerProcess]:
+    """The class that "module:name" names."""
+    module, _, name = entry.partition(":")
+    return cast("type[WorkerProcess]", getattr(importlib.import_module(module), name))
+
+
+class WorkerActor:
+    """One worker in its own process. Ray calls its methods from several threads."""
+
+    def __init__(self, entry: str, settings: WorkerSettings, redis: RedisSettings) -> None:
+        """An empty `settings.host` stands for the address of the node that this runs on."""
+        configure_logging(settings.telemetry.log_level)
+        if not settings.host:
+            settings = replace(settings, host=_node_address())
+        self._closed = threading.Event()
+        self._worker = import_entry(entry)(settings)
+        self._registration = Registration(redis, self._worker.describe, _end_process)
+
+    def start(self) -> WorkerDescription:
+        """Starts the worker and registers it; returns when it serves."""
+        description = self._worker.start()
+        self._registration.start()
+        return description
+
+    def pulse(self) -> bool:
+        """Whether the engine runs."""
+        return self._worker.is_alive()
+
+    def wait_until_closed(self) -> None:
+        """Returns after `stop`; a caller that gets an error instead knows the process died."""
+        self._closed.wait()
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def stop(self, drain_s: float) -> int:
+        """Drains for at most `drain_s`, unregisters, stops; returns the requests it failed."""
+        failed = self._worker.drain(drain_s) if drain_s > 0 else 0
+        self._registration.stop()
+        self._worker.stop()
+        self._closed.set()
+        return failed
+
+
+def configure_logging(level: str) -> None:
+    """Logs of this process, to where Ray collects them."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _node_address() -> str:
+    import ray.util
+
+    return ray.util.get_node_ip_address()
+
+
+def _end_process() -> None:
+    """A later life serves under this name: this one must not, whatever it is doing."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,112 @@
+"""The console script: reads the command line, then imports what the subcommand needs.
+
+Nothing heavy is imported here, so that `--help` and `--version` answer at once. The work is in
+`hocket.commands`. A `HocketError` ends a command with one line on stderr and exit code 1; wrong
+usage with exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="hocket",
+    help="Serves mixture-of-experts models from two pools: one reads prompts, one writes replies.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_ADDRESS = "127.0.0.1:50051"
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file; without one, every key's default.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; may be repeated."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of all processes.")]
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"hocket {version('hocket')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(config: ConfigFile = None, overrides: Overrides = None, verbose: Verbose = False) -> None:
+    """Start the whole set-up here and serve until Ctrl-C."""
+    from hocket.commands import up as command
+
+    raise typer.Exit(command.run(config, overrides or [], verbose=verbose))
+
+
+@app.command()
+def demo(config: ConfigFile = None, overrides: Overrides = None, verbose: Verbose = False) -> None:
+    """Start everything, answer one greedy and one sampled request, stop everything."""
+    from hocket.commands import demo as command
+
+    raise typer.Exit(command.run(config, overrides or [], verbose=verbose))
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's chat message.")] = False,
+    model: Annotated[str, typer.Option(help="Name of a served model.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep this share of probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this; repeatable.")] = None,
+    drafts: Annotated[int | None, typer.Option(help="Most draft tokens per step.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    address: Annotated[str, typer.Option(help="host:port of the gateway.")] = _ADDRESS,
+) -> None:
+    """Generate text and print it as it is made."""
+    from hocket.commands import generate as command
+
+    prompt = sys.stdin.read() if text == "-" else text
+    options = command.GenerateOptions(
+        text=prompt,
+        is_chat=chat,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        max_draft_tokens=drafts,
+    )
+    raise typer.Exit(command.run(options, address, as_json=as_json))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The subcommands of `hocket`, one module each; `hocket.cli` imports them when they are run."""

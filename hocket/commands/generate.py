@@ -1,0 +1,213 @@
+"""`hocket generate`: one request to a gateway, its text printed as it arrives.
+
+`build_request` turns options into the public message, `ask` streams the answer and measures it,
+`closing_line` says in one line how it went. The demo uses the same three.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from hocket.errors import HocketError, InvalidRequest, WorkerUnavailable
+from hocket.rpc import generation_pb2 as generation
+from hocket.rpc.clients import GenerationClient
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """One request as the command line gives it; None leaves the choice to the server."""
+
+    text: str
+    is_chat: bool = False
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer and the client's own clock readings: seconds from sending the request."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish: generation.Finish
+    first_token_s: float
+    last_token_s: float
+
+    @property
+    def inter_token_s(self) -> float:
+        """Mean time between tokens after the first; 0.0 for a single token."""
+        later = len(self.token_ids) - 1
+        return (self.last_token_s - self.first_token_s) / later if later > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the whole time, the first token's wait included."""
+        return len(self.token_ids) / self.last_token_s if self.last_token_s > 0 else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per decode step (the first token is prefill's); 0.0 without a decode step."""
+        steps = self.finish.usage.verify_steps
+        return (self.finish.usage.output_tokens - 1) / steps if steps else 0.0
+
+
+def build_request(options: GenerateOptions) -> generation.GenerateRequest:
+    """The message for these options.
+
+    Raises:
+        InvalidRequest: a number that the message's own type cannot hold (a negative count).
+    """
+    request = generation.GenerateRequest(model=options.model)
+    if options.is_chat:
+        request.chat.messages.add(role="user", content=options.text)
+    else:
+        request.text = options.text
+    settings: tuple[tuple[Any, str, Any, str], ...] = (
+        (request.sampling, "temperature", options.temperature, "from 0 to 100"),
+        (request.sampling, "top_p", options.top_p, "above 0, at most 1"),
+        (request.sampling, "top_k", options.top_k, "from 0 to 4294967295"),
+        (request.sampling, "min_p", options.min_p, "from 0 to 1"),
+        (request.sampling, "seed", options.seed, "from 0 to 18446744073709551615"),
+        (request.stopping, "max_tokens", options.max_tokens, "from 1 to the context's limit"),
+        (request, "max_draft_tokens", options.max_draft_tokens, "from 0 to 4294967295"),
+    )
+    for message, name, value, limit in settings:
+        if value is not None:
+            try:
+                setattr(message, name, value)
+            except (ValueError, TypeError) as error:
+                raise InvalidRequest(name, value, limit) from error
+    request.stopping.stop.extend(options.stop)
+    return request
+
+
+async def ask(
+    client: GenerationClient, request: generation.GenerateRequest, write: Callable[[str], None]
+) -> Answer:
+    """Sends the request; `write` gets each piece of text. Raises `HocketError`."""
+    started = time.monotonic()
+    first_s = last_s = 0.0
+    token_ids: list[int] = []
+    pieces: list[str] = []
+    async for response in client.generate(request):
+        if response.token_ids:
+            last_s = time.monotonic() - started
+            first_s = first_s or last_s
+        token_ids.extend(response.token_ids)
+        if response.text:
+            pieces.append(response.text)
+            write(response.text)
+        if response.HasField("finish"):
+            return Answer(
+                request_id=response.request_id,
+                text="".join(pieces),
+                token_ids=tuple(token_ids),
+                finish=response.finish,
+                first_token_s=first_s,
+                last_token_s=last_s,
+            )
+    raise WorkerUnavailable("the stream ended without a finish; send the request again.")
+
+
+def closing_line(answer: Answer) -> str:
+    """How it went, in one line."""
+    usage, hand_off = answer.finish.usage, answer.finish.hand_off
+    parts = [
+        f"{usage.output_tokens} tokens, {_reason(answer.finish)}",
+        f"TTFT {answer.first_token_s * 1e3:.0f} ms",
+        f"inter-token {answer.inter_token_s * 1e3:.1f} ms",
+        f"{answer.tokens_per_s:.1f} tokens/s",
+        f"acceptance length {answer.acceptance_length:.2f}",
+    ]
+    if answer.finish.HasField("hand_off"):
+        moved = f"{hand_off.bytes / 1024:.0f} KiB KV moved"
+        parts.append(f"{moved} over {hand_off.transport or 'an unknown transport'}")
+    else:
+        parts.append("no KV moved")
+    return " | ".join([*parts, f"seed {answer.finish.seed}"])
+
+
+def as_dict(answer: Answer) -> dict[str, Any]:
+    """The answer for `--json`. 64-bit numbers are numbers, not strings as in protobuf's JSON."""
+    finish = MessageToDict(
+        answer.finish, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    finish["reason"] = _reason(answer.finish)
+    finish["seed"] = answer.finish.seed
+    if answer.finish.HasField("hand_off"):
+        finish["hand_off"]["bytes"] = answer.finish.hand_off.bytes
+    return {
+        "request_id": answer.request_id,
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        **finish,
+        "measured": {
+            "first_token_s": round(answer.first_token_s, 6),
+            "inter_token_s": round(answer.inter_token_s, 6),
+            "tokens_per_s": round(answer.tokens_per_s, 3),
+            "acceptance_length": round(answer.acceptance_length, 4),
+        },
+    }
+
+
+def run(options: GenerateOptions, address: str, *, as_json: bool) -> int:
+    """The command; returns its exit code."""
+    try:
+        answer = asyncio.run(_ask_once(options, address, _ignore if as_json else write_now))
+    except HocketError as error:
+        _tell(error, as_json)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if as_json:
+        print(json.dumps(as_dict(answer), ensure_ascii=False))
+    else:
+        print(f"\n\n{closing_line(answer)}")
+    return 0
+
+
+async def _ask_once(options: GenerateOptions, address: str, write: Callable[[str], None]) -> Answer:
+    request = build_request(options)
+    client = GenerationClient(address)
+    try:
+        return await ask(client, request, write)
+    finally:
+        await client.close()
+
+
+def write_now(text: str) -> None:
+    """To the terminal, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _ignore(text: str) -> None:
+    del text
+
+
+def _tell(error: HocketError, as_json: bool) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    if as_json:
+        told = {"reason": error.reason, "code": error.code, "message": str(error)}
+        print(json.dumps({"error": {**told, **error.metadata}}, ensure_ascii=False))
+
+
+def _reason(finish: generation.Finish) -> str:
+    """ "stop" or "length"."""
+    return generation.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()

@@ -1,0 +1,398 @@
+"""One TOML file becomes frozen dataclasses, one per table; nothing else configures Hocket.
+
+`load_config(path, overrides)` reads the file, lays `section.key=value` overrides over it and
+checks every value. An unknown key is an error that names the nearest known one; a wrong value is
+an error that names the key, the value and what is allowed. A key that is left out has the default
+written below, so the empty file is a working set-up: the embedded model, one prefill and one
+decode worker, everything on loopback. Next: `hocket.cli` hands a `Config` to
+`control_plane.cluster`, which gives each worker its `WorkerSettings`. All of it pickles.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from hocket.errors import ConfigError
+from hocket.types import Role
+
+EMBEDDED_MODEL = "hocket-tiny"
+
+_Settings = TypeVar("_Settings")
+
+
+def _at_least(low: float, default: Any) -> Any:
+    return field(default=default, metadata={"min": low})
+
+
+def _between(low: float, high: float, default: Any) -> Any:
+    return field(default=default, metadata={"min": low, "max": high})
+
+
+def _one_of(default: str, *others: str) -> Any:
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """[model]: what is served.
+
+    path: a checkpoint folder as Hugging Face ships it, or "hocket-tiny", the embedded model.
+    served_name: what clients call it; empty: the last part of `path`.
+    dtype: of weights and KV cache; "auto" is the checkpoint's own.
+    device: "auto" is cuda when there is one, else cpu.
+    batch_invariant: a token's logits are bit-equal whatever its company, at some cost in speed.
+    max_context_tokens: prompt and output together; 0: what the checkpoint allows.
+    """
+
+    path: str = EMBEDDED_MODEL
+    served_name: str = ""
+    dtype: str = _one_of("auto", "float32", "bfloat16")
+    device: str = _one_of("auto", "cpu", "cuda")
+    batch_invariant: bool = True
+    max_context_tokens: int = _at_least(0, 0)
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or Path(self.path).name
+
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint; the embedded one lies inside the package.
+
+        Raises:
+            ConfigError: there is no such folder.
+        """
+        if self.path == EMBEDDED_MODEL:
+            folder = Path(__file__).parent / "checkpoints" / EMBEDDED_MODEL
+        else:
+            folder = Path(self.path).expanduser()
+        if not (folder / "config.json").is_file():
+            limit = f"a checkpoint folder or {EMBEDDED_MODEL!r}; {folder} has no config.json"
+            raise _wrong("model.path", self.path, limit)
+        return folder
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """[prefill.placement], [decode.placement]: what Ray must find for one worker.
+
+    num_cpus: CPUs set aside for it in Ray's books (not a limit; fractions are fine).
+    num_gpus: GPUs given to it.
+    resources: custom Ray resources, for example {prefill = 1.0}.
+    labels: Ray node labels the worker's node must have, for example {"hocket.pool" = "prefill"}.
+    """
+
+    num_cpus: float = _at_least(0, 0.1)
+    num_gpus: float = _at_least(0, 0.0)
+    resources: dict[str, float] = field(default_factory=dict[str, float])
+    labels: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings:
+    """[prefill]: the pool that reads prompts. All counts are per worker but `workers`.
+
+    workers: how many.
+    chunk_tokens: most prompt tokens that one step computes.
+    max_batch: most prompts that one step works on.
+    max_waiting: most requests that wait for admission; beyond it RESOURCE_EXHAUSTED.
+    num_blocks: KV blocks of the pool; 0: as many as fit into kv_memory_gib.
+    kv_memory_gib: GiB of KV cache when num_blocks is 0.
+    threads: compute threads; 0: locally the cores are shared, else placement.num_cpus.
+    placement: where Ray may put a worker.
+    """
+
+    workers: int = _between(1, 4096, 1)
+    chunk_tokens: int = _between(16, 65536, 512)
+    max_batch: int = _between(1, 4096, 16)
+    max_waiting: int = _at_least(0, 1024)
+    num_blocks: int = _at_least(0, 0)
+    kv_memory_gib: float = _at_least(0.001, 0.25)
+    threads: int = _between(0, 1024, 0)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """[decode]: the pool that writes replies. Keys as in [prefill], but these:
+
+    draft_tokens: most draft tokens a step proposes per request (k); 0 turns drafting off.
+    chunk_tokens: most prompt tokens a step computes, when decode has to compute a prompt itself.
+    max_batch: most requests that run at once.
+    """
+
+    workers: int = _between(1, 4096, 1)
+    draft_tokens: int = _between(0, 16, 3)
+    chunk_tokens: int = _between(16, 65536, 512)
+    max_batch: int = _between(1, 4096, 64)
+    max_waiting: int = _at_least(0, 1024)
+    num_blocks: int = _at_least(0, 0)
+    kv_memory_gib: float = _at_least(0.001, 0.25)
+    threads: int = _between(0, 1024, 0)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """[transfer]: how KV blocks cross from prefill to decode.
+
+    backend: "nixl" between processes; "memory" only inside one process (tests).
+    tls: "auto" lets UCX find RDMA, NVLink, shared memory or TCP; "tcp" allows TCP only.
+    open_timeout_s: a finished or running export that no decode worker opens is given up.
+    progress_timeout_s: an open hand-off on which nothing moves is given up.
+    read_timeout_s: one READ that takes longer is abandoned and its blocks quarantined.
+    num_slots: hand-offs that one prefill worker can have in flight.
+    max_unread_share: share of prefill's blocks that finished, unread prompts may hold.
+    max_quarantine_share: share of decode's blocks in quarantine that forces a new import agent.
+    policy: a failed hand-off is computed again by decode ("recompute") or fails the request.
+    """
+
+    backend: str = _one_of("nixl", "memory")
+    tls: str = _one_of("auto", "tcp")
+    open_timeout_s: float = _at_least(0.01, 15.0)
+    progress_timeout_s: float = _at_least(0.01, 10.0)
+    read_timeout_s: float = _at_least(0.01, 10.0)
+    num_slots: int = _between(1, 65536, 256)
+    max_unread_share: float = _between(0.01, 1.0, 0.5)
+    max_quarantine_share: float = _between(0.01, 1.0, 0.25)
+    policy: str = _one_of("recompute", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """[gateway]: the public gRPC door.
+
+    host, port: where it listens; port 0 takes a free one.
+    default_max_tokens: output limit of a request that does not say.
+    max_message_bytes: largest request taken.
+    deadline_s: time a request gets when its client sets no deadline.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = _between(0, 65535, 50051)
+    default_max_tokens: int = _at_least(1, 256)
+    max_message_bytes: int = _between(1024, 2**31 - 1, 4 * 2**20)
+    deadline_s: float = _at_least(0.1, 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """[redis]: where workers register.
+
+    url: of a Redis-compatible server; empty: an embedded one, started and stopped by `up`.
+    prefix: of every key.
+    lease_s: a worker that has not renewed for this long is taken off the list.
+    renew_s: how often a worker renews its entry, and gateways look at the list.
+    """
+
+    url: str = ""
+    prefix: str = "hocket"
+    lease_s: float = _at_least(0.2, 5.0)
+    renew_s: float = _at_least(0.05, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """[cluster]: the Ray cluster that runs the processes.
+
+    ray_address: of a running cluster; empty: a local one, started and stopped by `up`.
+    host: that workers bind and advertise; empty: loopback locally, else each node's own address.
+    startup_timeout_s: everything must serve within this time.
+    drain_s: time that requests in flight get when a worker or everything is stopped.
+    stuck_s: a worker that does not answer for this long is killed and started again.
+    """
+
+    ray_address: str = ""
+    host: str = ""
+    startup_timeout_s: float = _at_least(1, 120.0)
+    drain_s: float = _at_least(0, 10.0)
+    stuck_s: float = _at_least(1, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSettings:
+    """[parallel]: ways to split one model. Attention is data-parallel: both must be 1 for now.
+
+    tensor, context: parallel sizes.
+    """
+
+    tensor: int = _between(1, 1, 1)
+    context: int = _between(1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySettings:
+    """[telemetry]: log_level: least important level that is written."""
+
+    log_level: str = _one_of("info", "debug", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything. Each field is one table of the file."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    prefill: PrefillSettings = field(default_factory=PrefillSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    redis: RedisSettings = field(default_factory=RedisSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What one worker process is started with; it pickles.
+
+    `pool` is the settings of the worker's own role. `worker_id` names the place ("prefill-0") and
+    survives restarts; `epoch` never repeats. The worker binds `host` on a free port when `port`
+    is 0, and advertises what it bound. Neither `host` nor `threads` is left open here.
+    """
+
+    role: Role
+    worker_id: str
+    epoch: int
+    model: ModelSettings
+    pool: PrefillSettings | DecodeSettings
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    host: str = "127.0.0.1"
+    port: int = 0
+    threads: int = 1
+    max_message_bytes: int = 4 * 2**20
+
+
+def worker_settings(config: Config, role: Role, index: int, *, epoch: int) -> WorkerSettings:
+    """The settings of worker `index` of the pool `role`: one thread, loopback if not told."""
+    pool = config.prefill if role is Role.PREFILL else config.decode
+    return WorkerSettings(
+        role=role,
+        worker_id=f"{role.value}-{index}",
+        epoch=epoch,
+        model=config.model,
+        pool=pool,
+        transfer=config.transfer,
+        telemetry=config.telemetry,
+        host=config.cluster.host or "127.0.0.1",
+        threads=pool.threads or 1,
+        max_message_bytes=config.gateway.max_message_bytes,
+    )
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Reads `path` (None: all defaults), then applies `section.key=value` overrides in order.
+
+    The value of an override is TOML; what is not TOML is taken as a string, so quotes are rarely
+    needed: `gateway.port=0`, `model.path=/data/model`, `prefill.placement.resources={a=1}`.
+
+    Raises:
+        ConfigError: no such file, not TOML, unknown key, wrong type or value.
+    """
+    table: dict[str, Any] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}.") from error
+    for override in overrides:
+        _lay_over(table, override)
+    config = _build(Config, table, "")
+    _check_together(config)
+    return config
+
+
+def _lay_over(table: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys) or len(keys) < 2:
+        raise ConfigError(f"{override!r} is not of the form section.key=value.", field=override)
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for depth, key in enumerate(keys[:-1]):
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise _wrong(".".join(keys[: depth + 1]), inner, "a table")
+        table = cast("dict[str, Any]", inner)
+    table[keys[-1]] = value
+
+
+def _build(settings: type[_Settings], table: Mapping[str, Any], where: str) -> _Settings:
+    """`settings` from a table; `where` is the table's name with its dot, or empty."""
+    assert is_dataclass(settings)
+    known = {f.name: f for f in fields(settings)}
+    hints = typing.get_type_hints(settings)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise _unknown(where, key, list(known))
+        values[key] = _check(f"{where}{key}", value, hints[key], known[key].metadata)
+    return cast(_Settings, settings(**values))
+
+
+def _check(key: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+    """The value as the type `hint`, within `limits`."""
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise _wrong(key, value, "a table")
+        return _build(cast("type[Any]", hint), cast("dict[str, Any]", value), f"{key}.")
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise _wrong(key, value, "a table")
+        items = cast("dict[str, Any]", value)
+        of = typing.get_args(hint)[1]
+        return {name: _check(f"{key}.{name}", item, of, {}) for name, item in items.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    fits = (
+        type(value) is hint
+        and value in limits.get("choices", (value,))
+        and (hint is not float or math.isfinite(value))
+        and limits.get("min", value) <= value <= limits.get("max", value)
+    )
+    if not fits:
+        raise _wrong(key, value, _allowed(hint, limits))
+    return value
+
+
+def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
+    if "choices" in limits:
+        return "one of " + ", ".join(repr(choice) for choice in limits["choices"])
+    name = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[hint]
+    low, high = limits.get("min"), limits.get("max")
+    if low is not None and low == high:
+        return f"{low}: nothing else is built yet"
+    if low is not None and high is not None:
+        return f"{name} from {low} to {high}"
+    return f"{name}, at least {low}" if low is not None else name
+
+
+def _wrong(key: str, value: object, allowed: str) -> ConfigError:
+    message = f"{key} is {value!r}; it must be {allowed}."
+    return ConfigError(message, field=key, value=repr(value), limit=allowed)
+
+
+def _unknown(where: str, key: str, known: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(known)}."
+    return ConfigError(f"{where}{key} is not a known key; {hint}", field=f"{where}{key}")
+
+
+def _check_together(config: Config) -> None:
+    """What no single key can tell."""
+    lease_s, renew_s = config.redis.lease_s, config.redis.renew_s
+    if renew_s * 2 > lease_s:
+        limit = f"at least twice redis.renew_s ({renew_s}), so that one late renewal is forgiven"
+        raise _wrong("redis.lease_s", lease_s, limit)

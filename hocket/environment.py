@@ -1,0 +1,104 @@
+"""The only reader and writer of environment variables.
+
+Hocket is configured by its TOML file. What stays here are the variables that other libraries
+insist on: UCX and NIXL read theirs when they are loaded, Ray before `ray` is imported, OpenMP
+before torch is. `control_plane.cluster` asks for them and passes them to the processes it starts.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tempfile
+from pathlib import Path
+
+# Largest message of UCX over TCP; `hocket.kv.nixl_agent` says why no READ there may be larger.
+TCP_SEGMENT_BYTES = 256 * 1024
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def has_rdma_devices() -> bool:
+    """Whether the kernel shows any RDMA device."""
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def num_cpus() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def transfer_environment(tls: str, host: str, log_folder: Path) -> dict[str, str]:
+    """What UCX must see in a worker process, for `transfer.tls` and the worker's address.
+
+    A loopback worker listens on loopback only, also for KV. Without RDMA devices the verbs
+    modules are left out: with some providers installed they crash at process exit. UCX writes
+    down which transport it chose, a file per process in `log_folder`: the only way to know.
+    """
+    variables = {
+        "UCX_PROTO_INFO": "y",
+        "UCX_LOG_FILE": f"{log_folder}/ucx-%p.log",
+        "UCX_TCP_TX_SEG_SIZE": str(TCP_SEGMENT_BYTES),
+        "UCX_TCP_RX_SEG_SIZE": str(TCP_SEGMENT_BYTES),
+    }
+    if not has_rdma_devices():
+        variables["UCX_MODULES"] = "^ib"
+    if tls == "tcp":
+        variables["UCX_TLS"] = "tcp"
+    if is_loopback(host):
+        variables["UCX_NET_DEVICES"] = "lo"
+    return variables
+
+
+def worker_environment(
+    tls: str, host: str, threads: int, log_folder: Path | None = None
+) -> dict[str, str]:
+    """All variables of a worker process that computes with `threads` threads.
+
+    `log_folder` None: the machine's folder for temporary files.
+    """
+    variables = transfer_environment(tls, host, log_folder or Path(tempfile.gettempdir()))
+    variables["OMP_NUM_THREADS"] = str(threads)
+    variables["MKL_NUM_THREADS"] = str(threads)
+    # grpc prints a line per fork and per missing system feature otherwise.
+    variables["GRPC_VERBOSITY"] = "ERROR"
+    return variables
+
+
+def prepare_ray() -> None:
+    """Sets what Ray reads at import, for this process and those that it starts.
+
+    A variable that is set already is left as it is.
+    """
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Keeps a local Ray on loopback.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Every actor here has its own environment, so idle processes started ahead are never used.
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_metrics_collection": "0",
+        # An actor without a GPU still sees the machine's, as Ray's next version does it.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def set_variables(variables: dict[str, str]) -> None:
+    """Sets them in this process: before the library that reads them is loaded."""
+    os.environ.update(variables)
+
+
+def ucx_log_file() -> str:
+    """UCX_LOG_FILE as this process was given it; "" without."""
+    return os.environ.get("UCX_LOG_FILE", "")

@@ -1,0 +1,199 @@
+"""`hocket generate` against a gateway that answers from a script: what a user sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from hocket.cli import app
+from hocket.commands.generate import GenerateOptions, build_request
+from hocket.errors import HocketError, InvalidRequest, Overloaded
+from hocket.rpc import generation_pb2 as generation
+from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from hocket.rpc.status import abort
+
+
+class ScriptedGateway(GenerationServicer):
+    """Answers with "One two", or with an error; keeps the requests. Runs on its own thread."""
+
+    def __init__(self) -> None:
+        self.requests: list[generation.GenerateRequest] = []
+        self.error: HocketError | None = None
+        self.is_cut_short = False
+        self.address = ""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> None:
+        self._server = grpc.aio.server()
+        add_GenerationServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def Generate(self, request: generation.GenerateRequest, context: Any) -> None:
+        self.requests.append(request)
+        if self.error is not None:
+            await abort(context, self.error)
+        await context.write(generation.GenerateResponse(request_id="r", token_ids=[1], text="One"))
+        if self.is_cut_short:
+            return
+        last = generation.GenerateResponse(request_id="r", output_index=1, token_ids=[2, 3, 4])
+        last.text = " twö"
+        last.finish.reason = generation.FINISH_REASON_STOP
+        last.finish.seed = 2**63 + 1
+        last.finish.usage.output_tokens = 4
+        last.finish.usage.verify_steps = 2
+        last.finish.hand_off.bytes = 4096
+        last.finish.hand_off.transport = "cma"
+        await context.write(last)
+
+
+@pytest.fixture
+def gateway() -> Iterator[ScriptedGateway]:
+    running = ScriptedGateway()
+    yield running
+    running.stop()
+
+
+def generate(gateway: ScriptedGateway, *arguments: str, stdin: str = "") -> Any:
+    command = ["generate", *arguments, "--address", gateway.address]
+    return CliRunner().invoke(app, command, input=stdin)
+
+
+def test_text_is_printed_and_followed_by_the_closing_line(gateway: ScriptedGateway) -> None:
+    done = generate(gateway, "Count")
+    assert done.exit_code == 0
+    text, closing = done.stdout.strip().split("\n\n")
+    assert text == "One twö"
+    for part in (
+        "4 tokens, stop",
+        "TTFT ",
+        "inter-token ",
+        "tokens/s",
+        "acceptance length 1.50",
+        "4 KiB KV moved over cma",
+        f"seed {2**63 + 1}",
+    ):
+        assert part in closing
+
+
+def test_every_option_reaches_its_field(gateway: ScriptedGateway) -> None:
+    arguments = (
+        "Hi --chat --model m --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 "
+        "--seed 18446744073709551615 --stop x --stop yy --drafts 2"
+    )
+    assert generate(gateway, *arguments.split()).exit_code == 0
+    expected = generation.GenerateRequest(
+        model="m",
+        chat=generation.Chat(messages=[generation.ChatMessage(role="user", content="Hi")]),
+        sampling=generation.Sampling(
+            temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**64 - 1
+        ),
+        stopping=generation.Stopping(max_tokens=5, stop=["x", "yy"]),
+        max_draft_tokens=2,
+    )
+    assert gateway.requests == [expected]
+
+
+def test_what_is_not_given_is_left_to_the_server(gateway: ScriptedGateway) -> None:
+    generate(gateway, "Hi")
+    (request,) = gateway.requests
+    assert request.text == "Hi"
+    assert not request.sampling.ListFields()
+    assert not request.stopping.ListFields()
+    assert not request.HasField("max_draft_tokens")
+
+
+def test_a_dash_reads_the_prompt_from_stdin(gateway: ScriptedGateway) -> None:
+    generate(gateway, "-", stdin="from a pipe")
+    assert gateway.requests[0].text == "from a pipe"
+
+
+def test_json_is_one_object_with_whole_numbers(gateway: ScriptedGateway) -> None:
+    done = generate(gateway, "Count", "--json")
+    told = json.loads(done.stdout)
+    assert told["text"] == "One twö"
+    assert told["token_ids"] == [1, 2, 3, 4]
+    assert told["reason"] == "stop"
+    assert told["seed"] == 2**63 + 1
+    assert told["hand_off"]["bytes"] == 4096
+    assert told["measured"]["acceptance_length"] == 1.5
+
+
+def test_an_error_is_one_line_with_field_value_and_limit(gateway: ScriptedGateway) -> None:
+    gateway.error = InvalidRequest("sampling.temperature", -1.0, "from 0 to 100")
+    done = generate(gateway, "Hi", "--temperature", "-1")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr == "error: sampling.temperature is -1.0; it must be from 0 to 100.\n"
+
+
+def test_an_error_in_json_keeps_its_reason_and_metadata(gateway: ScriptedGateway) -> None:
+    gateway.error = Overloaded("full", limit=3)
+    done = generate(gateway, "Hi", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == {
+        "error": {"reason": "OVERLOADED", "code": 8, "message": "full", "limit": "3"}
+    }
+
+
+def test_a_stream_without_an_end_is_an_error(gateway: ScriptedGateway) -> None:
+    gateway.is_cut_short = True
+    done = generate(gateway, "Hi")
+    assert done.exit_code == 1
+    assert "ended without a finish" in done.stderr
+
+
+def test_nobody_listening_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["generate", "Hi", "--address", "127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (GenerateOptions("x", max_tokens=-1), "max_tokens"),
+        (GenerateOptions("x", top_k=2**40), "top_k"),
+        (GenerateOptions("x", seed=2**64), "seed"),
+        (GenerateOptions("x", max_draft_tokens=-3), "max_draft_tokens"),
+    ],
+)
+def test_a_number_no_message_can_hold_is_named(options: GenerateOptions, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(options)
+    assert caught.value.field == field
+
+
+def test_a_wrong_configuration_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["up", "--set", "gateway.prot=1"])
+    assert done.exit_code == 1
+    assert done.stderr == "error: gateway.prot is not a known key; did you mean gateway.port?\n"
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from hocket.cli import app\n"
+        "for option in ('--help', '--version'):\n"
+        "    assert CliRunner().invoke(app, [option]).exit_code == 0\n"
+        "print({'torch', 'ray', 'grpc', 'redis', 'control_plane'} & set(sys.modules) or 'none')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "none"

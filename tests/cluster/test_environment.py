@@ -1,0 +1,52 @@
+"""What the processes that we start must find in their environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hocket import environment
+from hocket.environment import is_loopback, worker_environment
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.3", False),
+        ("gpu-node-7", False),
+        ("", False),
+    ],
+)
+def test_only_addresses_of_this_machine_alone_are_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_loopback_worker_moves_kv_on_loopback_only() -> None:
+    assert worker_environment("auto", "127.0.0.1", 1)["UCX_NET_DEVICES"] == "lo"
+    assert "UCX_NET_DEVICES" not in worker_environment("auto", "10.0.0.3", 1)
+
+
+def test_tcp_is_enforced_only_when_asked_for() -> None:
+    assert worker_environment("tcp", "10.0.0.3", 1)["UCX_TLS"] == "tcp"
+    assert "UCX_TLS" not in worker_environment("auto", "10.0.0.3", 1)
+
+
+def test_verbs_are_left_out_only_where_there_is_no_rdma_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_RDMA_DEVICES", tmp_path)
+    assert worker_environment("auto", "10.0.0.3", 1)["UCX_MODULES"] == "^ib"
+    (tmp_path / "mlx5_0").mkdir()
+    assert "UCX_MODULES" not in worker_environment("auto", "10.0.0.3", 1)
+
+
+def test_the_account_of_the_transport_goes_to_the_given_folder(tmp_path: Path) -> None:
+    variables = worker_environment("auto", "127.0.0.1", 3, tmp_path)
+    assert Path(variables["UCX_LOG_FILE"]).parent == tmp_path
+    assert variables["OMP_NUM_THREADS"] == "3"
