@@ -1,0 +1,175 @@
+"""gRPC in, events out: a decode worker's server. It translates and decides nothing.
+
+`serve` builds the whole worker: model, KV pool, importer, import table, scheduler, engine. For
+each import the engine asks for an Export stream to a prefill worker; the stream is opened here, on
+the event loop, and what comes down it hops to the engine. What both kinds of worker share is
+`hocket/execution/worker_server.py`. Next: `engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+
+from decode_workers.engine import DecodeEngine
+from decode_workers.import_stream import (
+    EndStream,
+    EventArrived,
+    ImportCommand,
+    ImportMessage,
+    ImportSettings,
+    OpenStream,
+    SendUpdate,
+    StreamGone,
+)
+from decode_workers.kv_import import ImportTable
+from decode_workers.scheduler import DecodePolicy, DecodeScheduler
+from hocket.config import DecodeSettings, WorkerSettings
+from hocket.errors import HandOffFailed, HocketError
+from hocket.execution.model_setup import nixl_options, set_up_model
+from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
+from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
+from hocket.kv.nixl_transfer import NixlImporter
+from hocket.rpc import worker_pb2 as worker
+from hocket.rpc.clients import WorkerClient
+from hocket.rpc.status import error_from_rpc
+from hocket.types import RequestKey
+
+DecodeServer = WorkerServer[ImportCommand, ImportMessage]
+
+# After an import ended: time that its stream gets to end in order before it is cut.
+END_STREAM_S = 5.0
+
+
+async def serve(settings: WorkerSettings, on_crash: CrashSink = end_process) -> DecodeServer:
+    """Starts a decode worker; returns when requests can come.
+
+    Raises:
+        HocketError: the checkpoint or the settings cannot work.
+    """
+    server, address = bind(settings.host, settings.port)
+    parts = await asyncio.to_thread(build_worker, settings, address)
+    running = WorkerServer(server, parts, ImportStreams, on_crash)
+    await running.start()
+    return running
+
+
+WorkerProcess = partial(HostedWorker, serve)
+"""`WorkerProcess(settings)`: the worker behind synchronous methods, for a Ray actor."""
+
+
+class ImportStreams:
+    """The Export streams that this worker has open at prefill workers; one channel per worker."""
+
+    def __init__(self, post: Callable[[ImportCommand], None]) -> None:
+        self._post = post
+        self._clients: dict[str, WorkerClient] = {}
+        # What is to be sent on each stream; None half-closes it.
+        self._to_send: dict[RequestKey, asyncio.Queue[worker.ExportUpdate | None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def deliver(self, messages: Sequence[ImportMessage]) -> None:
+        for message in messages:
+            match message:
+                case OpenStream(key, address, update):
+                    self._open(key, address, update)
+                case SendUpdate(key, update):
+                    # A stream that broke meanwhile is gone from here; the engine was told.
+                    if key in self._to_send:
+                        self._to_send[key].put_nowait(update)
+                case EndStream(key):
+                    if key in self._to_send:
+                        self._to_send.pop(key).put_nowait(None)
+
+    async def serve(
+        self,
+        updates: AsyncIterator[worker.ExportUpdate],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """A decode worker exports nothing."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "This is a decode worker: it exports nothing."
+        )
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+
+    def _open(self, key: RequestKey, address: str, update: worker.ExportUpdate) -> None:
+        if address not in self._clients:
+            self._clients[address] = WorkerClient(address)
+        to_send: asyncio.Queue[worker.ExportUpdate | None] = asyncio.Queue()
+        to_send.put_nowait(update)
+        self._to_send[key] = to_send
+        task = asyncio.create_task(self._run(key, self._clients[address].export(), to_send))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(
+        self, key: RequestKey, call: Any, to_send: asyncio.Queue[worker.ExportUpdate | None]
+    ) -> None:
+        """One stream from its opening to its end."""
+        writer = asyncio.create_task(self._write(call, to_send))
+        error: HocketError = HandOffFailed(f"The Export stream of {key} ended before its bundle.")
+        try:
+            async for event in call:
+                self._post(EventArrived(key, event))
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            call.cancel()
+            if self._to_send.get(key) is to_send:
+                del self._to_send[key]
+                self._post(StreamGone(key, error))
+
+    @staticmethod
+    async def _write(call: Any, to_send: asyncio.Queue[worker.ExportUpdate | None]) -> None:
+        while (update := await to_send.get()) is not None:
+            await call.write(update)
+        await call.done_writing()
+        await asyncio.sleep(END_STREAM_S)
+        call.cancel()
+
+
+def build_worker(
+    settings: WorkerSettings, address: str
+) -> WorkerParts[ImportCommand, ImportMessage]:
+    """The whole worker, from the checkpoint to the engine, not yet running."""
+    pool = settings.pool
+    assert isinstance(pool, DecodeSettings), settings.role
+    model = set_up_model(settings)
+    cache, transfer = model.runner.cache, settings.transfer
+    importer = NixlImporter(model.registered_pool(), nixl_options(settings))
+    imports = ImportTable(
+        cache.pool,
+        importer,
+        ImportSettings(
+            worker_id=settings.worker_id,
+            worker_epoch=settings.epoch,
+            fingerprint=model.fingerprint,
+            progress_timeout_s=transfer.progress_timeout_s,
+            read_timeout_s=transfer.read_timeout_s,
+            max_quarantine_share=transfer.max_quarantine_share,
+        ),
+    )
+    policy = DecodePolicy(
+        max_batch=pool.max_batch,
+        max_waiting=pool.max_waiting,
+        chunk_tokens=pool.chunk_tokens,
+        draft_tokens=model.max_draft_tokens,
+    )
+    scheduler = DecodeScheduler(model.limits, policy)
+    engine = DecodeEngine(
+        scheduler, model.runner, imports, can_recompute=transfer.policy == "recompute"
+    )
+    description = model.description(settings, address)
+    return WorkerParts(engine, description, imports.counters, release=importer.close)

@@ -1,0 +1,77 @@
+"""`python -m prefill_workers` and `python -m decode_workers`: one worker as a process of its own.
+
+The supervised way to run workers is `hocket up`; this one is for debugging, for other supervisors
+and for tests. It takes the same TOML file, prints one line when the worker serves, drains on
+SIGTERM and SIGINT, and ends with 70 when the engine failed.
+
+The environment is set before torch is imported, so a worker's server is handed over as a function
+that imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hocket import environment
+from hocket.clock import new_epoch
+from hocket.config import WorkerSettings, load_config, worker_settings
+from hocket.errors import HocketError
+from hocket.execution.worker_process import HostedWorker
+from hocket.telemetry import configure_logging
+from hocket.types import Role
+
+
+def run_worker(
+    role: Role, import_worker: Callable[[], Callable[[WorkerSettings], HostedWorker]]
+) -> int:
+    """Parses the command line, runs one worker until a signal, returns the exit status."""
+    arguments = _parser(role).parse_args()
+    try:
+        config = load_config(arguments.config, arguments.set)
+        settings = worker_settings(config, role, arguments.index, epoch=new_epoch())
+        settings = replace(settings, port=arguments.port)
+        configure_logging(settings.telemetry.log_level, settings.worker_id)
+        with tempfile.TemporaryDirectory(prefix="hocket-") as log_folder:
+            environment.set_variables(
+                environment.worker_environment(
+                    settings.transfer.tls, settings.host, settings.threads, Path(log_folder)
+                )
+            )
+            _run(import_worker()(settings), config.cluster.drain_s)
+    except HocketError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(worker: HostedWorker, drain_s: float) -> None:
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    description = worker.start()
+    name = description.worker_id
+    print(f"{name} serves {description.model} at {description.address}", flush=True)
+    stopping.wait()
+    failed = worker.drain(drain_s)
+    worker.stop()
+    print(f"{name} stopped; {failed} requests were cut short", flush=True)
+
+
+def _parser(role: Role) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {role.value}_workers", description=f"Runs one {role.value} worker."
+    )
+    parser.add_argument("--config", help="TOML file; without it, all defaults")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a key"
+    )
+    parser.add_argument("--index", type=int, default=0, help="which worker of its pool (0)")
+    parser.add_argument("--port", type=int, default=0, help="to listen on; 0 takes a free one")
+    return parser

@@ -1,0 +1,252 @@
+"""The loop body of a prefill worker: admits, computes prompts in chunks, exports their KV.
+
+Commands come from `server.py` through the engine thread's inbox, decisions from `scheduler.py`;
+the runner computes; the export table (`kv_export.py`) owns the exported blocks from admission
+until a decode worker has read them. A request whose output ends with its first token by its own
+limit (max_tokens 1) never reaches a decode worker: its blocks come straight from the pool, nothing
+is exported, and they are free again at once. Its decode twin is `decode_workers/engine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hocket.errors import Cancelled, DeadlineExceeded, HocketError, InvalidRequest
+from hocket.execution.engine_thread import (
+    PULSE_S,
+    BeginDrain,
+    CancelRequest,
+    Command,
+    FailRequests,
+    StepOutput,
+)
+from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
+from hocket.execution.sequence import Sequence
+from hocket.execution.step_failures import StepFailures
+from hocket.rpc.status import failed_from_error
+from hocket.scheduling.chunk_planner import PlannedChunk
+from hocket.types import (
+    Begun,
+    Bundle,
+    Event,
+    Finished,
+    Load,
+    RequestKey,
+    StartRequest,
+    Tokens,
+    Usage,
+)
+from prefill_workers.export_stream import (
+    ExportCommand,
+    ExportMessage,
+    StreamGone,
+    UpdateArrived,
+)
+from prefill_workers.kv_export import ExportTable
+from prefill_workers.scheduler import PrefillScheduler
+
+
+@dataclass(slots=True)
+class _Running:
+    """An admitted request. `own_blocks` is set when nothing is exported."""
+
+    request: StartRequest
+    sequence: Sequence
+    own_blocks: list[int] | None
+
+
+class PrefillEngine:
+    """One prefill worker's state; every method is called by the engine thread."""
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        runner: ModelRunner,
+        exports: ExportTable,
+        *,
+        synchronize: Callable[[], None],
+    ) -> None:
+        """`synchronize` returns when the device has finished all work given to it."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._exports = exports
+        self._synchronize = synchronize
+        self._pool = runner.cache.pool
+        self._block_tokens = runner.cache.layout.block_tokens
+        self._running: dict[RequestKey, _Running] = {}
+        self._events: list[Event] = []
+        self._failures = StepFailures()
+        self._num_steps = 0
+        self._is_busy = False
+
+    def take(self, command: Command | ExportCommand, now: float) -> None:
+        """Takes note of a command; what follows from it comes out of the next step."""
+        match command:
+            case StartRequest():
+                self._start(command, now)
+            case CancelRequest(key):
+                self._end(key, Cancelled("The request was cancelled."), now)
+            case BeginDrain():
+                self._scheduler.is_draining = True
+            case FailRequests(error):
+                self.fail_all(error, now)
+            case UpdateArrived() | StreamGone():
+                self._exports.take(command, now)
+
+    def step(self, now: float) -> StepOutput[ExportMessage]:
+        """One turn: timers, admissions, one prefill step, events.
+
+        A turn that admits computes nothing: its Begun goes out first, so that decode can open its
+        stream while the first chunk is computed.
+        """
+        self._num_steps += 1
+        for key in self._scheduler.take_expired(now):
+            self._end(key, DeadlineExceeded("The deadline passed before the first token."), now)
+        for lost in self._exports.tick(now):
+            self._end(lost.key, lost.error, now)
+        has_admitted = self._admit(now)
+        chunks = [] if has_admitted else self._scheduler.plan_chunks()
+        if chunks:
+            self._prefill(chunks, now)
+        self._is_busy = has_admitted or bool(chunks)
+        return self.collect(now)
+
+    def fail_all(self, error: HocketError, now: float) -> None:
+        """Ends every request, and every export that is still to be read."""
+        for key in [*self._scheduler.keys(), *self._exports.keys()]:
+            self._end(key, error, now)
+
+    def collect(self, now: float) -> StepOutput[ExportMessage]:
+        """What is to be told since the last collection."""
+        events, self._events = tuple(self._events), []
+        messages = tuple(self._exports.take_messages())
+        scheduler = self._scheduler
+        is_drained = scheduler.is_draining and not scheduler.keys() and self._exports.is_idle
+        return StepOutput(events, messages, self._load(), self._wait_s(now), is_drained)
+
+    def _start(self, request: StartRequest, now: float) -> None:
+        try:
+            exported = self._exports.keys()
+            if request.key in exported:
+                raise InvalidRequest("key", str(request.key), "new: this attempt is exported here")
+            self._scheduler.submit(request, now)
+        except HocketError as error:
+            self._events.append(failed_from_error(request.key, error))
+
+    def _admit(self, now: float) -> bool:
+        """Starts waiting requests, oldest first, as long as all of a prompt's blocks are there.
+        True when any was."""
+        num_before = self._scheduler.num_running
+        while (request := self._scheduler.next_waiting()) is not None:
+            num_blocks = self._scheduler.limits.blocks_needed(request)
+            if request.stopping.max_tokens == 1:
+                if self._pool.num_free < num_blocks:
+                    break
+                blocks = own_blocks = self._pool.allocate(num_blocks)
+            else:
+                if not self._exports.can_begin(num_blocks):
+                    break
+                handle = self._exports.begin(request.key, num_blocks, now)
+                blocks, own_blocks = self._exports.blocks(request.key), None
+                self._events.append(Begun(request.key, handle))
+            self._running[request.key] = _Running(request, _sequence(request, blocks), own_blocks)
+            self._scheduler.admit(request.key)
+        return self._scheduler.num_running > num_before
+
+    def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
+        """One step over the planned chunks, then their outcome."""
+        chunks = [PrefillChunk(self._running[c.key].sequence, c.num_tokens) for c in plan]
+
+        def compute() -> list[FirstToken | None]:
+            first_tokens = self._runner.prefill(chunks)
+            # Decode may read what is announced below as soon as it is announced.
+            self._synchronize()
+            return first_tokens
+
+        def fail(error: HocketError) -> None:
+            for chunk in plan:
+                self._end(chunk.key, error, now)
+
+        first_tokens = self._failures.run(compute, fail)
+        for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
+            self._scheduler.computed(chunk)
+            self._announce(chunk, now)
+            if first is not None:
+                self._finish(chunk.key, first, now)
+
+    def _announce(self, chunk: PlannedChunk, now: float) -> None:
+        """Tells the reader which blocks became full; a partial last one counts at the end."""
+        running = self._running[chunk.key]
+        if running.own_blocks is not None:
+            return
+        sequence = running.sequence
+        done, before = sequence.num_computed, sequence.num_computed - chunk.num_tokens
+        first_block = before // self._block_tokens
+        end_block = done // self._block_tokens
+        if done == sequence.prompt_tokens:
+            end_block = len(sequence.block_table)
+        if end_block > first_block:
+            self._exports.chunk_ready(chunk.key, first_block, end_block - first_block, now)
+
+    def _finish(self, key: RequestKey, first: FirstToken, now: float) -> None:
+        """The prompt is whole: the first token goes out, the rest of the hand-off to its table."""
+        running = self._running[key]
+        generated_tokens = running.request.generated_tokens
+        prompt_tokens = len(running.request.token_ids) - generated_tokens
+        usage = Usage(prompt_tokens=prompt_tokens, output_tokens=1)
+        logprobs = () if first.logprobs is None else (first.logprobs,)
+        self._events.append(Tokens(key, generated_tokens, (first.token_id,), logprobs))
+        self._events.append(Finished(key, first.finish_reason, usage))
+        if running.own_blocks is None:
+            hidden_state = self._runner.hidden_state_bytes(first.hidden_state)
+            bundle = Bundle(
+                first.token_id, first.logprobs, first.finish_reason, usage, hidden_state
+            )
+            self._exports.finish(key, bundle, now)
+        self._release(key)
+
+    def _end(self, key: RequestKey, error: HocketError, now: float) -> None:
+        """Forgets a request wherever it is, its export included, and frees its blocks."""
+        if self._scheduler.remove(key):
+            self._events.append(failed_from_error(key, error))
+        self._release(key)
+        self._exports.abort(key, error, now)
+
+    def _release(self, key: RequestKey) -> None:
+        running = self._running.pop(key, None)
+        if running is not None and running.own_blocks is not None:
+            self._pool.free(running.own_blocks)
+
+    def _wait_s(self, now: float) -> float:
+        """How long nothing can happen by itself. A step may have made room: look again then."""
+        if self._is_busy or self._scheduler.num_running:
+            return 0.0
+        waits = [PULSE_S]
+        if (deadline := self._scheduler.next_deadline()) is not None:
+            waits.append(max(0.0, deadline - now))
+        if (next_tick_s := self._exports.next_tick_s(now)) is not None:
+            waits.append(next_tick_s)
+        return min(waits)
+
+    def _load(self) -> Load:
+        return Load(
+            running_requests=self._scheduler.num_running,
+            waiting_requests=self._scheduler.num_waiting,
+            queued_prompt_tokens=self._scheduler.queued_prompt_tokens,
+            free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+            unread_blocks=self._exports.unread_blocks,
+            steps=self._num_steps,
+        )
+
+
+def _sequence(request: StartRequest, blocks: list[int]) -> Sequence:
+    return Sequence(
+        key=request.key,
+        token_ids=list(request.token_ids),
+        prompt_tokens=len(request.token_ids),
+        sampling=request.sampling,
+        stopping=request.stopping,
+        block_table=blocks,
+    )
