@@ -20,7 +20,7 @@ from collections.abc import Sequence
 _QUARANTINED = -1
 
 
-class OutOfBlocks(Exception):  # noqa: N818 - a normal answer of the pool, not an error of anyone
+class OutOfBlocks(Exception):
     """Fewer free blocks than asked for; nothing was allocated."""
 
     def __init__(self, wanted: int, num_free: int, num_blocks: int) -> None:

@@ -1,0 +1,148 @@
+"""The model: embedding, decoder layers, final norm, head, and the MTP module where there is one.
+
+`weights.load_model` builds it from a checkpoint; `execution.model_runner` calls it once per step
+with `StepInputs` and the cache. Nothing here keeps state between steps: the cache has it all.
+
+Shape letters: T query tokens of a step, H hidden size, N rows of hidden states, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hocket.kv.layout import KVLayout
+from hocket.kv.paged_cache import PagedCache
+from hocket.model.attention import AttentionPlan, plan_attention, write_rows
+from hocket.model.attention_invariant import plan_invariant_attention
+from hocket.model.decoder_layer import DecoderLayer
+from hocket.model.layers import RMSNorm, RotaryTable, Rotation, pad_rows
+from hocket.model.model_config import BLOCK_TOKENS, ModelConfig
+from hocket.model.mtp import MTPModule
+from hocket.model.numerics import Numerics, numerics_revision
+from hocket.model.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class TransformerParts:
+    """What `weights` reads: embedding [V, H], layers, norm, fp32 head [V, H], MTP module."""
+
+    embedding: torch.Tensor
+    layers: list[DecoderLayer]
+    final_norm: RMSNorm
+    head: torch.Tensor
+    mtp: MTPModule | None
+
+
+class Transformer(nn.Module):
+    """A DeepSeek-V3 family model. All methods run without autograd.
+
+    The parts are plain objects that hold plain tensors: at batch 1 a step's time is its number
+    of calls, and the machinery of modules and buffers is a good part of that."""
+
+    def __init__(self, config: ModelConfig, parts: TransformerParts, numerics: Numerics) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = parts.embedding
+        self.layers = parts.layers
+        self.final_norm = parts.final_norm
+        self.head = parts.head
+        self.mtp = parts.mtp
+        self.rotary = RotaryTable(config, parts.embedding.device)
+        self._numerics = numerics
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the checkpoint came with an MTP module."""
+        return self.mtp is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden states and cache entries."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, inputs and cache live."""
+        return self.embedding.device
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's results are bit-equal whatever its company."""
+        return self._numerics.is_batch_invariant
+
+    @property
+    def numerics(self) -> str:
+        """The arithmetic's name, part of the fingerprint."""
+        return numerics_revision(self.is_batch_invariant, self.device)
+
+    def kv_layout(self, block_tokens: int = BLOCK_TOKENS) -> KVLayout:
+        """The layout of the cache that this model writes."""
+        return self.config.kv_layout(str(self.dtype).removeprefix("torch."), block_tokens)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
+        """Hidden states after the final norm, [T, H]. Writes the tokens' entries, main layers."""
+        rotation, plan = self._plan(inputs, cache, first_slot=0)
+        token_ids = pad_rows(inputs.token_ids, self._numerics.row_tile)
+        x_TH = F.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            x_TH = layer(x_TH, rotation, plan, cache)
+        return self.final_norm(x_TH)[: inputs.num_tokens]
+
+    @torch.inference_mode()
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, fp32 [N, V]."""
+        return self._head(hidden_NH, self.head)
+
+    @torch.inference_mode()
+    def mtp_forward(
+        self,
+        inputs: StepInputs,
+        hidden_TH: torch.Tensor,
+        cache: PagedCache,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """One pass of the MTP module, z [T, H]; with `last_only` that of each sequence's last
+        token, [S, H]: the others only write their entries.
+
+        `inputs.token_ids[j]` is t_{i+1} and `inputs.positions[j]` is i+1, its slot, where
+        `hidden_TH[j]` is h_i (or a recycled z). Slots 1..i+1 are attended; slot 0 holds nothing.
+        """
+        assert self.mtp is not None, "this checkpoint has no MTP module"
+        assert min(inputs.first_positions) > 0, "MTP entries start at slot 1"
+        last_only = last_only and max(inputs.query_lengths) > 1
+        rotation, plan = self._plan(inputs, cache, first_slot=1, last_only=last_only)
+        token_ids = pad_rows(inputs.token_ids, self._numerics.row_tile)
+        hidden_TH = pad_rows(hidden_TH, self._numerics.row_tile)
+        return self.mtp(token_ids, hidden_TH, rotation, plan, cache)[: plan.num_tokens]
+
+    @torch.inference_mode()
+    def mtp_logits(self, z_NH: torch.Tensor) -> torch.Tensor:
+        """Draft logits from `mtp_forward`'s result, fp32 [N, V]."""
+        assert self.mtp is not None, "this checkpoint has no MTP module"
+        return self._head(z_NH, self.mtp.head)
+
+    def _head(self, hidden_NH: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:
+        num_rows = hidden_NH.shape[0]
+        rows = pad_rows(hidden_NH.to(head_VH.dtype), self._numerics.row_tile)
+        return self._numerics.linear(rows, head_VH)[:num_rows].float()
+
+    def _plan(
+        self, inputs: StepInputs, cache: PagedCache, first_slot: int, last_only: bool = False
+    ) -> tuple[Rotation, AttentionPlan]:
+        rotation = self.rotary(pad_rows(inputs.positions, self._numerics.row_tile))
+        plan = plan_invariant_attention if self.is_batch_invariant else plan_attention
+        if not last_only:
+            return rotation, plan(inputs, cache, first_slot)
+        last_rows = inputs.last_rows()
+        last = plan(inputs.last_tokens(), cache, first_slot)
+        return rotation, replace(
+            last,
+            write_rows=write_rows(inputs, cache),
+            query_rows=pad_rows(last_rows, self._numerics.row_tile),
+            num_queries=last_rows.shape[0],
+        )

@@ -1,0 +1,196 @@
+"""From a checkpoint folder to a `Transformer`: reads, converts, fuses and lays out the weights.
+
+Matrices that take the same input become one (query and key-value down-projections, gate and up),
+experts are stacked, the latent's up-projection is split into its key and value part, and rotary
+rows are sorted from neighbouring pairs into halves. `Transformer` never sees Hugging Face's
+layout.
+
+Shape letters: H heads, D no-position head size, R rotary head size, V value size, L latent width.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hocket.errors import CheckpointError
+from hocket.model import checkpoint_tensors as names
+from hocket.model.checkpoint_files import Checkpoint
+from hocket.model.decoder_layer import DecoderLayer
+from hocket.model.layers import GatedMLP, RMSNorm
+from hocket.model.mla import MLA, MLAWeights
+from hocket.model.model_config import ModelConfig
+from hocket.model.moe import Expert, Experts, MoE, Router
+from hocket.model.mtp import MTPModule, MTPParts
+from hocket.model.numerics import Numerics, numerics_for, pack
+from hocket.model.transformer import Transformer, TransformerParts
+from hocket.parallel.expert_dispatch import LocalDispatcher, TokenDispatcher
+
+_LOW_RANK_NORM_EPS = 1e-6
+"""The norms inside MLA keep this whatever `rms_norm_eps` says, as the reference model does."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def load_model(
+    path: Path | str,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    batch_invariant: bool = False,
+    dispatcher: TokenDispatcher | None = None,
+) -> Transformer:
+    """Load a checkpoint folder. `dtype` None keeps the checkpoint's own.
+
+    Raises CheckpointError naming what is missing, unexpected or unsupported."""
+    config = ModelConfig.from_checkpoint(path)
+    dtype = config.dtype if dtype is None else dtype
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if torch_dtype not in _DTYPES:
+        raise CheckpointError(f"dtype {dtype} is not supported; use float32 or bfloat16.")
+    checkpoint = Checkpoint(path)
+    checkpoint.check(names.expected_tensors(config), "DeepseekV3ForCausalLM")
+    loader = _Loader(
+        config,
+        checkpoint,
+        torch_dtype,
+        torch.device(device),
+        numerics_for(batch_invariant),
+        dispatcher or LocalDispatcher(),
+    )
+    with torch.inference_mode():
+        return loader.transformer()
+
+
+def weights_digest(path: Path | str) -> str:
+    """A stable name of a checkpoint's config and weights; see `Checkpoint.digest`."""
+    ModelConfig.from_checkpoint(path)
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return Checkpoint(path).digest(config)
+
+
+@dataclass(frozen=True)
+class _Loader:
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    numerics: Numerics
+    dispatcher: TokenDispatcher
+
+    def transformer(self) -> Transformer:
+        config = self.config
+        embedding = self.read(names.EMBEDDING)
+        head = embedding if config.tie_word_embeddings else self.read(names.LM_HEAD)
+        head = head.to(torch.float32)
+        layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
+        mtp = self.mtp(embedding, head) if config.num_mtp_layers else None
+        parts = TransformerParts(
+            embedding=embedding,
+            layers=layers,
+            final_norm=self.norm(names.FINAL_NORM),
+            head=head,
+            mtp=mtp,
+        )
+        return Transformer(config, parts, self.numerics)
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self.checkpoint.read(name)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+
+    def norm(self, name: str, eps: float | None = None) -> RMSNorm:
+        return RMSNorm(self.read(name), self.config.rms_norm_eps if eps is None else eps)
+
+    def decoder_layer(self, layer: int) -> DecoderLayer:
+        prefix = names.layer_prefix(layer)
+        is_moe = self.config.is_moe_layer(layer)
+        return DecoderLayer(
+            layer,
+            attention_norm=self.norm(f"{prefix}input_layernorm.weight"),
+            attention=self.mla(f"{prefix}self_attn."),
+            mlp_norm=self.norm(f"{prefix}post_attention_layernorm.weight"),
+            mlp=self.moe(f"{prefix}mlp.") if is_moe else self.mlp(f"{prefix}mlp."),
+        )
+
+    def mlp(self, prefix: str) -> GatedMLP:
+        return GatedMLP(*self.gated_pair(prefix), self.numerics)
+
+    def gated_pair(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up as one matrix, and down."""
+        gate = self.read(f"{prefix}gate_proj.weight")
+        up = self.read(f"{prefix}up_proj.weight")
+        return pack(torch.cat([gate, up])), pack(self.read(f"{prefix}down_proj.weight"))
+
+    def moe(self, prefix: str) -> MoE:
+        config = self.config
+        experts = [
+            Expert(*self.gated_pair(f"{prefix}experts.{expert}."))
+            for expert in range(config.num_experts)
+        ]
+        router = Router(
+            config,
+            self.read(f"{prefix}gate.weight", torch.float32),
+            self.read(f"{prefix}gate.e_score_correction_bias", torch.float32),
+            self.numerics,
+        )
+        shared = self.mlp(f"{prefix}shared_experts.") if config.num_shared_experts else None
+        return MoE(router, Experts(experts, self.numerics), shared, self.dispatcher, self.numerics)
+
+    def mla(self, prefix: str) -> MLA:
+        config = self.config
+        heads, nope, rope = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        kv_down = self.read(f"{prefix}kv_a_proj_with_mqa.weight")
+        latent_rows, key_rope_rows = kv_down.split([config.kv_lora_rank, rope])
+        key_rope_rows = self.halves(key_rope_rows[None])[0]
+        query_name = "q_proj" if config.q_lora_rank is None else "q_b_proj"
+        query = self.read(f"{prefix}{query_name}.weight").unflatten(0, (heads, nope + rope))
+        query_nope, query_rope = query.split([nope, rope], dim=1)
+        query = torch.cat([query_nope.flatten(0, 1), self.halves(query_rope).flatten(0, 1)])
+        query_norm = None
+        first = query
+        if config.q_lora_rank is not None:
+            first = self.read(f"{prefix}q_a_proj.weight")
+            query_norm = self.norm(f"{prefix}q_a_layernorm.weight", _LOW_RANK_NORM_EPS)
+        kv_up = self.read(f"{prefix}kv_b_proj.weight").unflatten(0, (heads, -1))
+        if self.numerics.is_batch_invariant or self.device.type == "cpu":
+            # Small products are fastest in fp32 on a CPU, and exact enough to be compared.
+            kv_up = kv_up.float()
+        key_up_HDL, value_up_HVL = kv_up.split([nope, config.v_head_dim], dim=1)
+        weights = MLAWeights(
+            down=pack(torch.cat([first, key_rope_rows, latent_rows])),
+            latent_norm=self.norm(f"{prefix}kv_a_layernorm.weight", _LOW_RANK_NORM_EPS),
+            key_up_HDL=key_up_HDL.contiguous(),
+            value_up_HVL=value_up_HVL.contiguous(),
+            output=pack(self.read(f"{prefix}o_proj.weight")),
+            query_norm=query_norm,
+            query_up=None if query_norm is None else pack(query),
+        )
+        return MLA(config, weights, self.numerics)
+
+    def halves(self, rows_HRX: torch.Tensor) -> torch.Tensor:
+        """Rotary rows with each pair's first elements before the second ones."""
+        if not self.config.rope_interleaved:
+            return rows_HRX
+        return torch.cat([rows_HRX[:, 0::2], rows_HRX[:, 1::2]], dim=1)
+
+    def mtp(self, embedding: torch.Tensor, head: torch.Tensor) -> MTPModule:
+        layer = self.config.num_layers
+        prefix = names.layer_prefix(layer)
+        parts = MTPParts(
+            embedding_norm=self.norm(f"{prefix}enorm.weight"),
+            hidden_norm=self.norm(f"{prefix}hnorm.weight"),
+            projection=pack(self.read(f"{prefix}eh_proj.weight")),
+            layer=self.decoder_layer(layer),
+            output_norm=self.norm(f"{prefix}shared_head.norm.weight"),
+            embedding=self.own_or_shared(f"{prefix}embed_tokens.weight", embedding),
+            head=self.own_or_shared(f"{prefix}shared_head.head.weight", head),
+        )
+        return MTPModule(parts, self.numerics)
+
+    def own_or_shared(self, name: str, shared: torch.Tensor) -> torch.Tensor:
+        """The module's own matrix, or the main model's where it is absent or equal."""
+        if name not in self.checkpoint:
+            return shared
+        own = self.read(name).to(shared.dtype)
+        return shared if torch.equal(own, shared) else own
