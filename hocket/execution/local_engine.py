@@ -1,0 +1,184 @@
+"""The whole engine in one process: no hand-off, no network, no scheduler to speak of.
+
+It is the reference that the disaggregated path must equal token for token, and what benchmarks
+drive. It shares `ModelRunner` with the workers and keeps only the plainest continuous batching: a
+request is admitted when blocks for its prompt and whole output are free, prompts are computed in
+chunks, everything that is prefilled decodes together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from hocket.errors import InvalidRequest
+from hocket.execution.model_runner import ModelRunner, PrefillChunk
+from hocket.execution.sequence import Sequence
+from hocket.execution.speculation import DraftSource, MTPDraftSource
+from hocket.kv.paged_cache import PagedCache
+from hocket.model.transformer import Transformer
+from hocket.types import (
+    FinishReason,
+    RequestKey,
+    SamplingParams,
+    StoppingParams,
+    TokenLogprobs,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRequest:
+    """One prompt. `num_drafts` None takes the engine's; `key` names it for a draft source."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    num_drafts: int | None = None
+    key: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalResult:
+    """One finished output; `logprobs` is empty or one per token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass
+class _Running:
+    """A request with blocks: what it has put out so far."""
+
+    index: int
+    sequence: Sequence
+    num_drafts: int
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngineLimits:
+    """`num_drafts` is k, the drafts per step, 0 = off; the rest bounds memory and step size."""
+
+    num_blocks: int = 256
+    num_drafts: int = 0
+    max_batch: int = 32
+    chunk_tokens: int = 512
+
+
+class LocalEngine:
+    """Runs requests to their end on one model. Not thread-safe.
+
+    `draft_source` replaces the model's own MTP module (tests, benchmarks). Raises ConfigError when
+    drafts are wanted of a checkpoint that has none.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        limits: LocalEngineLimits | None = None,
+        draft_source: DraftSource | None = None,
+    ) -> None:
+        self.limits = limits or LocalEngineLimits()
+        self.cache = PagedCache(model.kv_layout(), self.limits.num_blocks, model.device)
+        if draft_source is None and self.limits.num_drafts > 0:
+            draft_source = MTPDraftSource(model, self.cache)
+        self.runner = ModelRunner(model, self.cache, draft_source)
+
+    def generate(self, requests: Seq[LocalRequest]) -> list[LocalResult]:
+        """Run all requests to their end; results in the order of the requests.
+
+        Raises InvalidRequest for a request that could never be admitted.
+        """
+        for request in requests:
+            self._check(request)
+        waiting = deque(enumerate(requests))
+        running: list[_Running] = []
+        results: dict[int, LocalResult] = {}
+        while waiting or running:
+            while waiting and len(running) < self.limits.max_batch:
+                index, request = waiting[0]
+                if self._num_blocks(request) > self.cache.pool.num_free:
+                    break
+                waiting.popleft()
+                running.append(self._admit(index, request))
+            self._step(running)
+            for request in [r for r in running if r.finish_reason is not None]:
+                running.remove(request)
+                self.cache.pool.free(request.sequence.block_table)
+                results[request.index] = _result(request)
+        return [results[index] for index in range(len(requests))]
+
+    def _step(self, running: list[_Running]) -> None:
+        """One prefill step if a prompt is unfinished, then one decode step of the others."""
+        decoding = [r for r in running if r.sequence.is_prefilled and r.sequence.output_tokens > 0]
+        self._prefill([r for r in running if r not in decoding])
+        if not decoding:
+            return
+        outputs = self.runner.decode(
+            [r.sequence for r in decoding], [r.num_drafts for r in decoding]
+        )
+        for request, output in zip(decoding, outputs, strict=True):
+            request.logprobs += output.logprobs
+            request.finish_reason = output.finish_reason
+
+    def _prefill(self, prompts: list[_Running]) -> None:
+        budget = self.limits.chunk_tokens
+        chunks: list[tuple[_Running, PrefillChunk]] = []
+        for request in prompts:
+            left = request.sequence.num_tokens - request.sequence.num_computed
+            num_tokens = min(left, budget)
+            if num_tokens > 0:
+                chunks.append((request, PrefillChunk(request.sequence, num_tokens)))
+                budget -= num_tokens
+        if not chunks:
+            return
+        firsts = self.runner.prefill([chunk for _, chunk in chunks])
+        for (request, _), first in zip(chunks, firsts, strict=True):
+            if first is not None:
+                request.logprobs += [first.logprobs] if first.logprobs is not None else []
+                request.finish_reason = first.finish_reason
+
+    def _num_blocks(self, request: LocalRequest) -> int:
+        tokens = len(request.token_ids) + request.stopping.max_tokens
+        return self.cache.layout.blocks_for(tokens)
+
+    def _check(self, request: LocalRequest) -> None:
+        if not request.token_ids:
+            raise InvalidRequest("token_ids", (), "at least one token")
+        tokens = len(request.token_ids) + request.stopping.max_tokens
+        room = self.limits.num_blocks * self.cache.layout.block_tokens
+        limit = min(room, self.runner.model.config.max_position_embeddings)
+        if tokens > limit:
+            raise InvalidRequest("prompt + max_tokens", tokens, f"at most {limit} tokens")
+
+    def _admit(self, index: int, request: LocalRequest) -> _Running:
+        sequence = Sequence(
+            key=request.key or RequestKey(f"local-{index}"),
+            token_ids=list(request.token_ids),
+            prompt_tokens=len(request.token_ids),
+            sampling=request.sampling,
+            stopping=request.stopping,
+            block_table=self.cache.pool.allocate(self._num_blocks(request)),
+        )
+        num_drafts = self.limits.num_drafts if request.num_drafts is None else request.num_drafts
+        return _Running(index, sequence, num_drafts, [])
+
+
+def _result(request: _Running) -> LocalResult:
+    sequence = request.sequence
+    assert request.finish_reason is not None
+    return LocalResult(
+        token_ids=tuple(sequence.token_ids[sequence.prompt_tokens :]),
+        logprobs=tuple(request.logprobs),
+        finish_reason=request.finish_reason,
+        usage=Usage(
+            prompt_tokens=sequence.prompt_tokens,
+            output_tokens=sequence.output_tokens,
+            drafts=sequence.drafts,
+        ),
+    )

@@ -1,0 +1,76 @@
+"""One request as the engine thread sees it on one worker: its tokens and how far its KV reaches.
+
+The scheduler decides what runs; `model_runner` advances the sequence. The intervals, for n tokens
+of which the first c = `num_computed` have KV:
+
+    [0, c)        main-model KV slots that are valid (slot i holds token i)
+    [1, c - m]    MTP slots that are valid (slot i + 1 is made from (h_i, t_{i+1})), where m is the
+                  number of rows of `pending_hidden`: h_{c-m} .. h_{c-1}, whose MTP entries wait
+    [c, n)        tokens not yet computed: the rest of the prompt, or the one token that the last
+                  step emitted (c = n - 1 whenever the sequence decodes)
+
+Draft steps write MTP slots and main slots at and beyond c; those bytes never count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hocket.types import DraftCounts, FinishReason, RequestKey, SamplingParams, StoppingParams
+
+
+@dataclass
+class Sequence:
+    """A running request; mutable, owned by the engine thread.
+
+    `token_ids` is prompt and accepted output; `block_table` covers every slot a step may write.
+    `pending_hidden` is [m, H] in the model's dtype, or None when nothing waits.
+    """
+
+    key: RequestKey
+    token_ids: list[int]
+    prompt_tokens: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    block_table: list[int]
+    num_computed: int = 0
+    pending_hidden: Tensor | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+
+    def __post_init__(self) -> None:
+        tokens = len(self.token_ids)
+        assert 0 < self.prompt_tokens <= tokens, (self.prompt_tokens, tokens)
+        assert 0 <= self.num_computed < tokens, (self.num_computed, tokens)
+        assert self.num_pending <= self.num_computed, (self.num_pending, self.num_computed)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that max_tokens still allows."""
+        return self.stopping.max_tokens - self.output_tokens
+
+    @property
+    def num_pending(self) -> int:
+        return 0 if self.pending_hidden is None else self.pending_hidden.shape[0]
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Only the newest token lacks KV: the sequence can decode."""
+        return self.num_computed == len(self.token_ids) - 1
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output ends with its newest token; None when it goes on."""
+        if self.token_ids[-1] in self.stopping.stop_token_ids:
+            return FinishReason.STOP
+        if self.remaining_tokens <= 0:
+            return FinishReason.LENGTH
+        return None
