@@ -1,0 +1,68 @@
+{{/*
+Hocket's TOML file: the tables of `config`, and what follows from the other values.
+Helm reads every number as a float; whole ones are written as integers, which Hocket takes for
+both.
+*/}}
+{{- define "hocket.toml" -}}
+{{- $name := include "hocket.name" . -}}
+{{- $config := deepCopy .Values.config -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := index $.Values $role -}}
+{{- $_ := set (index $config $role) "workers" (mul $pool.replicas $pool.numOfHosts $pool.workersPerPod) -}}
+{{- $placement := dict
+      "num_cpus" (divf $pool.cpus $pool.workersPerPod)
+      "num_gpus" (divf $pool.gpus $pool.workersPerPod)
+      "labels" (dict "hocket.pool" $role) -}}
+{{- $_ := set (index $config $role) "placement" $placement -}}
+{{- end -}}
+{{- $_ := set $config.gateway "host" "0.0.0.0" -}}
+{{- $_ := set $config.gateway "port" .Values.gateway.port -}}
+{{- $_ := set $config.gateway "http_port" (.Values.gateway.httpPort | default -1) -}}
+{{- $_ := set $config.telemetry "metrics_host" "" -}}
+{{- $_ := set $config.telemetry "metrics_port" (.Values.gateway.metricsPort | default -1) -}}
+{{- $_ := set $config.cluster "ray_address" (include "hocket.headAddress" .) -}}
+{{- if not .Values.store.urlSecret.name -}}
+{{- $_ := set $config.redis "url" (.Values.store.url | default (printf "redis://%s-store:6379/0" $name)) -}}
+{{- end -}}
+{{- range $table, $keys := $config }}
+{{- if $keys }}
+{{- include "hocket.tomlTable" (dict "name" $table "keys" $keys) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "hocket.tomlTable" -}}
+[{{ .name }}]
+{{ range $key, $value := .keys -}}
+{{- if not (kindIs "map" $value) -}}
+{{ $key }} = {{ include "hocket.tomlValue" $value }}
+{{ end -}}
+{{- end -}}
+{{- $name := .name -}}
+{{- range $key, $value := .keys -}}
+{{- if kindIs "map" $value }}
+[{{ $name }}.{{ $key }}]
+{{ range $inner, $innerValue := $value -}}
+{{ $inner }} = {{ include "hocket.tomlValue" $innerValue }}
+{{ end -}}
+{{- end -}}
+{{- end }}
+{{ end }}
+
+{{- define "hocket.tomlValue" -}}
+{{- if kindIs "string" . -}}
+{{ toJson . }}
+{{- else if kindIs "bool" . -}}
+{{ . }}
+{{- else if kindIs "map" . -}}
+{{- $items := list -}}
+{{- range $key, $value := . -}}
+{{- $items = append $items (printf "%s = %s" (toJson $key) (include "hocket.tomlValue" $value)) -}}
+{{- end -}}
+{{ printf "{%s}" (join ", " $items) }}
+{{- else if eq (float64 .) (float64 (int64 .)) -}}
+{{ int64 . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end }}
