@@ -3,7 +3,8 @@
 `Gateway` is built with options and a `WorkerDirectory`, listens after `start`, and hands every
 Generate to `request_flow`. It decides nothing about a request but who answers for its errors:
 each becomes a gRPC status with details. Health is SERVING while a prefill and a decode worker
-that can pair are reachable.
+that can pair are reachable. Beside it, over the same flow, stands the HTTP door,
+`control_plane.openai`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,6 +24,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from control_plane.openai.app import openai_app
+from control_plane.openai.door import Behind, Door
+from control_plane.openai.server import HttpServer
+from control_plane.openai.token_texts import TokenTexts
+from control_plane.readable_requests import ReadableRequests
 from control_plane.request_flow import RequestFlow
 from control_plane.router.pool import WorkerDirectory, WorkerPool
 from control_plane.tokenizer import ModelTokenizer
@@ -51,7 +58,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """host, port: where to listen; port 0 takes a free one. model: the served name.
+    """host, port: where to listen; port 0 takes a free one. http_port: of the HTTP door, likewise;
+    -1: there is none. model: the served name.
     tokenizer_folder: the checkpoint's. max_context_tokens: 0 leaves it to the workers.
     deadline_s: time for a request whose client sets no deadline, and the most one gets.
     """
@@ -60,6 +68,7 @@ class GatewayOptions:
     port: int
     model: str
     tokenizer_folder: Path
+    http_port: int = -1
     max_context_tokens: int = 0
     default_max_tokens: int = 256
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES
@@ -90,29 +99,36 @@ class Gateway:
         self._tokenizer = ModelTokenizer(options.tokenizer_folder)
         self._health = _HealthServicer()
         self._tasks: list[asyncio.Task[None]] = []
+        self._http: HttpServer | None = None
+        self.http_port = -1
 
     async def start(self) -> int:
-        """Listens; returns the port. Raises ConfigError when the address cannot be bound."""
+        """Listens; returns the port. `http_port` is then the HTTP door's, -1 when there is none.
+
+        Raises ConfigError when an address cannot be bound.
+        """
         options = self.options
         self._pool = WorkerPool(self._directory, self._connect)
         flow = RequestFlow(
             self._pool, self._tokenizer, self.metrics, lambda: self._seeds.getrandbits(64)
         )
-        service = _GenerationService(options, self._pool, self._tokenizer, flow)
+        service = _GenerationService(options, self._pool, self._tokenizer, flow, self._limits)
         hard_limit = options.max_message_bytes * HARD_LIMIT_FACTOR
-        self._server = grpc.aio.server(options=server_options(hard_limit))
+        self._server = grpc.aio.server(
+            interceptors=[ReadableRequests()], options=server_options(hard_limit)
+        )
         add_GenerationServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
         try:
-            port = self._server.add_insecure_port(f"{options.host}:{options.port}")
-        except RuntimeError as error:
+            port = self._bind()
+            if options.http_port >= 0:
+                await self._start_http(flow)
+        except ConfigError:
+            await self._server.stop(None)
             await self._pool.close()
-            raise ConfigError(
-                f"gateway.host and gateway.port: {options.host}:{options.port} cannot be bound;"
-                " is another gateway running? Port 0 takes a free one."
-            ) from error
+            raise
         await self._tell_health()
         await self._server.start()
         self._tasks.append(asyncio.create_task(self._watch_health()))
@@ -131,8 +147,56 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        doors = [self._server.stop(grace_s)]
+        if self._http is not None:
+            doors.append(self._http.stop(grace_s))
+        await asyncio.gather(*doors)
         await self._pool.close()
+
+    def _bind(self) -> int:
+        options = self.options
+        try:
+            return self._server.add_insecure_port(f"{options.host}:{options.port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"gateway.host and gateway.port: {options.host}:{options.port} cannot be bound;"
+                " is another gateway running? Port 0 takes a free one."
+            ) from error
+
+    async def _start_http(self, flow: RequestFlow) -> None:
+        options = self.options
+        door = Door(
+            Behind(
+                flow=flow,
+                pool=self._pool,
+                limits=self._limits,
+                texts=TokenTexts(self._tokenizer.backend),
+                now=time.time,
+                deadline_s=options.deadline_s,
+                max_body_bytes=options.max_message_bytes,
+            )
+        )
+        http = HttpServer(openai_app(door), door)
+        self.http_port = await http.start(options.host, options.http_port)
+        self._http = http
+
+    def _limits(self) -> ModelLimits:
+        """As the largest workers allow; the router refuses what fits none of the others."""
+        workers = self._pool.workers()
+        context = [
+            min(w.max_context_tokens, w.num_blocks * w.block_tokens)
+            for w in workers
+            if w.role is Role.DECODE
+        ]
+        prompt = [w.max_prompt_tokens for w in workers if w.role is Role.PREFILL]
+        most = max(context, default=_UNKNOWN_TOKENS)
+        return ModelLimits(
+            name=self.options.model,
+            vocabulary_size=self._tokenizer.vocabulary_size,
+            max_context_tokens=min(most, self.options.max_context_tokens or most),
+            max_prompt_tokens=max(prompt, default=_UNKNOWN_TOKENS),
+            default_max_tokens=self.options.default_max_tokens,
+        )
 
     def _connect(self, address: str) -> SessionClient:
         options = self.options
@@ -159,11 +223,13 @@ class _GenerationService(GenerationServicer):
         pool: WorkerPool,
         tokenizer: ModelTokenizer,
         flow: RequestFlow,
+        limits: Callable[[], ModelLimits],
     ) -> None:
         self._options = options
         self._pool = pool
         self._tokenizer = tokenizer
         self._flow = flow
+        self._limits = limits
 
     async def Generate(  # noqa: N802
         self, request: generation.GenerateRequest, context: _Context
@@ -210,20 +276,6 @@ class _GenerationService(GenerationServicer):
             )
 
         return await _answered(context, get_model)
-
-    def _limits(self) -> ModelLimits:
-        """As the largest workers allow; the router refuses what fits none of the others."""
-        workers = self._pool.workers()
-        context = [w.max_context_tokens for w in workers if w.role is Role.DECODE]
-        prompt = [w.max_prompt_tokens for w in workers if w.role is Role.PREFILL]
-        most = max(context, default=_UNKNOWN_TOKENS)
-        return ModelLimits(
-            name=self._options.model,
-            vocabulary_size=self._tokenizer.vocabulary_size,
-            max_context_tokens=min(most, self._options.max_context_tokens or most),
-            max_prompt_tokens=max(prompt, default=_UNKNOWN_TOKENS),
-            default_max_tokens=self._options.default_max_tokens,
-        )
 
     def _check_size(self, message: generation.GenerateRequest | generation.TokenizeRequest) -> None:
         size, limit = message.ByteSize(), self._options.max_message_bytes

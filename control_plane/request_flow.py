@@ -115,7 +115,7 @@ class RequestFlow:
         request = validate(message, limits)
         if not request.has_seed:
             request = replace(request, sampling=replace(request.sampling, seed=self._new_seed()))
-        token_ids = await self._tokenizer.tokenize(request.prompt)
+        token_ids = await self._tokenizer.tokenize(request.prompt, limits.most_prompt_tokens)
         max_tokens = check_lengths(len(token_ids), request.max_tokens, limits)
         need = Need(len(token_ids), max_tokens)
         placement = self._pool.place(need)
@@ -186,6 +186,7 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         self._joined: Joined | None = None
         self._usages: dict[Leg, Usage] = {}
+        self._drafts = DraftCounts()
         self._first_token_s: float | None = None
         self._prefill_s = 0.0
         self._hand_off_s = 0.0
@@ -202,7 +203,7 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """The output is, and decode has told its draft counts if it can still be asked.
+        """The output is, and decode has ended by itself, so that it needs no cancel.
 
         An output that ended with its first token or at a stop string waits for nobody.
         """
@@ -218,7 +219,7 @@ class _Run:
                 if self._start.stopping.max_tokens > 1 and not self._output.is_over:
                     self._legs.start_decode(export)
             case Tokens():
-                self._take_tokens(item.leg, item.event)
+                self._take_tokens(item.event)
             case Joined():
                 self._joined = item.event
                 self._hand_off_s = self._legs.running_s(Leg.DECODE)
@@ -235,8 +236,14 @@ class _Run:
                 if not (is_done or self._output.is_over):
                     raise error_from_failed(item.event)
 
-    def _take_tokens(self, leg: Leg, tokens: Tokens) -> None:
+    def _take_tokens(self, tokens: Tokens) -> None:
+        num_before = self._output.num_tokens
         self._output.add(tokens)
+        num_new = self._output.num_tokens - num_before
+        if tokens.step is not None and num_new:
+            # Counted as the worker counts a step that its last token cut short.
+            num_accepted = min(tokens.step.accepted_tokens, num_new)
+            self._drafts = self._drafts.add_step(tokens.step.drafted_tokens, num_accepted, num_new)
         if self._first_token_s is None and self._output.num_tokens:
             now_s = self._loop.time()
             self._first_token_s = now_s - self._story.arrival_s
@@ -309,12 +316,12 @@ class _Run:
         self._sent_s = now_s
 
     def _usage(self) -> Usage:
-        """Prefill knows what was cached, decode what was drafted, only we what was sent."""
+        """The workers know what was cached, only we what was sent, and of it what was drafted."""
         prefill = self._usages.get(Leg.PREFILL, Usage())
         decode = self._usages.get(Leg.DECODE)
         return Usage(
             prompt_tokens=len(self._start.token_ids),
             output_tokens=self._output.num_tokens,
             cached_tokens=max(prefill.cached_tokens, decode.cached_tokens if decode else 0),
-            drafts=decode.drafts if decode else DraftCounts(),
+            drafts=self._drafts,
         )

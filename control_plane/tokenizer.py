@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,14 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from control_plane.validation import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from control_plane.validation import (
+    ChatMessage,
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    prompt_too_long,
+)
 from hocket.errors import CheckpointError, InvalidRequest
 
 # Below this a prompt is tokenised in less time than a thread takes to be woken.
@@ -52,14 +60,19 @@ class ModelTokenizer:
             model_config.get("vocab_size") or self.backend.get_vocab_size(with_added_tokens=True)
         )
         self.end_token_ids = self._end_token_ids(model_config)
+        self._longest_token = self._characters_per_token()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint says how to put a chat into words."""
         return self._template is not None
 
-    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's token ids, at least one. Raises InvalidRequest."""
+    async def tokenize(self, prompt: Prompt, most_tokens: int | None = None) -> tuple[int, ...]:
+        """The prompt's token ids, at least one. Raises InvalidRequest.
+
+        A text that surely has more than `most_tokens` is refused without being tokenised: megabytes
+        take seconds. One that may fit is not cut short here.
+        """
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
@@ -68,6 +81,8 @@ class ModelTokenizer:
             case ChatPrompt(messages):
                 text = self.render_chat(messages)
                 field, add_special_tokens = "chat", False
+        if most_tokens is not None and len(text) > most_tokens * self._longest_token:
+            raise prompt_too_long(f"{len(text)} characters", most_tokens)
         if len(text) < LONG_PROMPT_CHARACTERS:
             token_ids = self._encode(text, add_special_tokens)
         else:
@@ -103,6 +118,13 @@ class ModelTokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def _characters_per_token(self) -> float:
+        """The most characters of a text that one token can stand for. Byte-level tokens are written
+        with a character per byte, so their length is enough; a normalizer may drop characters."""
+        if self.backend.normalizer is not None:
+            return math.inf
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
     def _chat_template(self, config: Mapping[str, Any]) -> jinja2.Template | None:
         path = self._folder / "chat_template.jinja"
         source: Any = path.read_text() if path.is_file() else config.get("chat_template")
@@ -131,9 +153,12 @@ class ModelTokenizer:
         if not path.is_file():
             return {}
         try:
-            return cast("dict[str, Any]", json.loads(path.read_text()))
+            found = json.loads(path.read_text())
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}", path=path) from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path} is not a JSON object", path=path)
+        return cast("dict[str, Any]", found)
 
 
 def _environment() -> jinja2.Environment:

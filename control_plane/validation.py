@@ -35,6 +35,11 @@ class ModelLimits:
     max_prompt_tokens: int
     default_max_tokens: int
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for one token of output."""
+        return min(self.max_prompt_tokens, self.max_context_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -154,11 +159,8 @@ def check_lengths(num_prompt: int, max_tokens: int | None, limits: ModelLimits) 
 
     Raises InvalidRequest when prompt, or prompt and output, are too long.
     """
-    most = min(limits.max_prompt_tokens, limits.max_context_tokens - 1)
-    if num_prompt > most:
-        raise InvalidRequest(
-            "prompt", f"{num_prompt} tokens", f"at most {most} tokens", "Send a shorter prompt."
-        )
+    if num_prompt > limits.most_prompt_tokens:
+        raise prompt_too_long(f"{num_prompt} tokens", limits.most_prompt_tokens)
     room = limits.max_context_tokens - num_prompt
     if max_tokens is None:
         return min(limits.default_max_tokens, room)
@@ -170,6 +172,12 @@ def check_lengths(num_prompt: int, max_tokens: int | None, limits: ModelLimits) 
             f"The context holds {limits.max_context_tokens} tokens of prompt and output together.",
         )
     return max_tokens
+
+
+def prompt_too_long(length: str, most_tokens: int) -> InvalidRequest:
+    """The error for a prompt of this length ("5000 tokens")."""
+    limit = f"at most {most_tokens} tokens"
+    return InvalidRequest("prompt", length, limit, "Send a shorter prompt.")
 
 
 def _sampling(message: generation.GenerateRequest, limits: ModelLimits) -> SamplingParams:

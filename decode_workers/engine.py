@@ -51,6 +51,7 @@ from hocket.types import (
     TokenLogprobs,
     Tokens,
     Usage,
+    VerifyStep,
 )
 
 _logger = logging.getLogger(__name__)
@@ -247,7 +248,8 @@ class DecodeEngine:
             lambda error: self._end([planned.key for planned in plan], error, now),
         )
         for planned, output in zip(plan, outputs or (), strict=bool(outputs)):
-            self._emit(planned.key, output.token_ids, output.logprobs, output.finish_reason)
+            step = VerifyStep(output.num_drafted, output.num_accepted)
+            self._emit(planned.key, output.token_ids, output.logprobs, output.finish_reason, step)
 
     def _emit(
         self,
@@ -255,12 +257,13 @@ class DecodeEngine:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         finish_reason: FinishReason | None,
+        step: VerifyStep | None = None,
     ) -> None:
         """Tells the newest tokens of a sequence, and its end if they are the last ones."""
         seated, sequence = self._seated[key], self._sequence(key)
         generated_tokens = seated.request.generated_tokens
         first_index = generated_tokens + sequence.output_tokens - len(token_ids)
-        self._events.append(Tokens(key, first_index, token_ids, logprobs))
+        self._events.append(Tokens(key, first_index, token_ids, logprobs, step))
         if finish_reason is None:
             return
         usage = Usage(

@@ -54,7 +54,7 @@ async def serve(settings: WorkerSettings, on_crash: CrashSink = end_process) -> 
     server, address = bind(settings.host, settings.port)
     parts = await asyncio.to_thread(build_worker, settings, address)
     running = WorkerServer(server, parts, ImportStreams, on_crash)
-    await running.start()
+    await running.start(settings.telemetry)
     return running
 
 

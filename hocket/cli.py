@@ -86,7 +86,8 @@ def generate(
     """Generate text and print it as it is made."""
     from hocket.commands import generate as command
 
-    prompt = sys.stdin.read() if text == "-" else text
+    # What is no text stays recognisable, as in the arguments, and is refused with them.
+    prompt = sys.stdin.buffer.read().decode(errors="surrogateescape") if text == "-" else text
     options = command.GenerateOptions(
         text=prompt,
         is_chat=chat,

@@ -10,33 +10,17 @@ decode worker, everything on loopback. Next: `hocket.cli` hands a `Config` to
 
 from __future__ import annotations
 
-import difflib
-import math
 import tomllib
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from hocket.errors import ConfigError
+from hocket.toml_tables import at_least, between, build, lay_over, one_of, wrong
 from hocket.types import Role
 
 EMBEDDED_MODEL = "hocket-tiny"
-
-_Settings = TypeVar("_Settings")
-
-
-def _at_least(low: float, default: Any) -> Any:
-    return field(default=default, metadata={"min": low})
-
-
-def _between(low: float, high: float, default: Any) -> Any:
-    return field(default=default, metadata={"min": low, "max": high})
-
-
-def _one_of(default: str, *others: str) -> Any:
-    return field(default=default, metadata={"choices": (default, *others)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +37,10 @@ class ModelSettings:
 
     path: str = EMBEDDED_MODEL
     served_name: str = ""
-    dtype: str = _one_of("auto", "float32", "bfloat16")
-    device: str = _one_of("auto", "cpu", "cuda")
+    dtype: str = one_of("auto", "float32", "bfloat16")
+    device: str = one_of("auto", "cpu", "cuda")
     batch_invariant: bool = True
-    max_context_tokens: int = _at_least(0, 0)
+    max_context_tokens: int = at_least(0, 0)
 
     @property
     def name(self) -> str:
@@ -75,7 +59,7 @@ class ModelSettings:
             folder = Path(self.path).expanduser()
         if not (folder / "config.json").is_file():
             limit = f"a checkpoint folder or {EMBEDDED_MODEL!r}; {folder} has no config.json"
-            raise _wrong("model.path", self.path, limit)
+            raise wrong("model.path", self.path, limit)
         return folder
 
 
@@ -89,8 +73,8 @@ class PlacementSettings:
     labels: Ray node labels the worker's node must have, for example {"hocket.pool" = "prefill"}.
     """
 
-    num_cpus: float = _at_least(0, 0.1)
-    num_gpus: float = _at_least(0, 0.0)
+    num_cpus: float = at_least(0, 0.1)
+    num_gpus: float = at_least(0, 0.0)
     resources: dict[str, float] = field(default_factory=dict[str, float])
     labels: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -109,13 +93,13 @@ class PrefillSettings:
     placement: where Ray may put a worker.
     """
 
-    workers: int = _between(1, 4096, 1)
-    chunk_tokens: int = _between(16, 65536, 512)
-    max_batch: int = _between(1, 4096, 16)
-    max_waiting: int = _at_least(0, 1024)
-    num_blocks: int = _at_least(0, 0)
-    kv_memory_gib: float = _at_least(0.001, 0.25)
-    threads: int = _between(0, 1024, 0)
+    workers: int = between(1, 4096, 1)
+    chunk_tokens: int = between(16, 65536, 512)
+    max_batch: int = between(1, 4096, 16)
+    max_waiting: int = at_least(0, 1024)
+    num_blocks: int = at_least(0, 0)
+    kv_memory_gib: float = at_least(0.001, 0.25)
+    threads: int = between(0, 1024, 0)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
 
@@ -128,14 +112,14 @@ class DecodeSettings:
     max_batch: most requests that run at once.
     """
 
-    workers: int = _between(1, 4096, 1)
-    draft_tokens: int = _between(0, 16, 3)
-    chunk_tokens: int = _between(16, 65536, 512)
-    max_batch: int = _between(1, 4096, 64)
-    max_waiting: int = _at_least(0, 1024)
-    num_blocks: int = _at_least(0, 0)
-    kv_memory_gib: float = _at_least(0.001, 0.25)
-    threads: int = _between(0, 1024, 0)
+    workers: int = between(1, 4096, 1)
+    draft_tokens: int = between(0, 16, 3)
+    chunk_tokens: int = between(16, 65536, 512)
+    max_batch: int = between(1, 4096, 64)
+    max_waiting: int = at_least(0, 1024)
+    num_blocks: int = at_least(0, 0)
+    kv_memory_gib: float = at_least(0.001, 0.25)
+    threads: int = between(0, 1024, 0)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
 
@@ -154,32 +138,34 @@ class TransferSettings:
     policy: a failed hand-off is computed again by decode ("recompute") or fails the request.
     """
 
-    backend: str = _one_of("nixl", "memory")
-    tls: str = _one_of("auto", "tcp")
-    open_timeout_s: float = _at_least(0.01, 15.0)
-    progress_timeout_s: float = _at_least(0.01, 10.0)
-    read_timeout_s: float = _at_least(0.01, 10.0)
-    num_slots: int = _between(1, 65536, 256)
-    max_unread_share: float = _between(0.01, 1.0, 0.5)
-    max_quarantine_share: float = _between(0.01, 1.0, 0.25)
-    policy: str = _one_of("recompute", "fail")
+    backend: str = one_of("nixl", "memory")
+    tls: str = one_of("auto", "tcp")
+    open_timeout_s: float = at_least(0.01, 15.0)
+    progress_timeout_s: float = at_least(0.01, 10.0)
+    read_timeout_s: float = at_least(0.01, 10.0)
+    num_slots: int = between(1, 65536, 256)
+    max_unread_share: float = between(0.01, 1.0, 0.5)
+    max_quarantine_share: float = between(0.01, 1.0, 0.25)
+    policy: str = one_of("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """[gateway]: the public gRPC door.
+    """[gateway]: the public doors, gRPC and OpenAI's HTTP.
 
-    host, port: where it listens; port 0 takes a free one.
+    host, port: where gRPC listens; port 0 takes a free one.
+    http_port: where HTTP listens on `host`; 0 takes a free one, -1 closes this door.
     default_max_tokens: output limit of a request that does not say.
     max_message_bytes: largest request taken.
     deadline_s: time a request gets when its client sets no deadline.
     """
 
     host: str = "127.0.0.1"
-    port: int = _between(0, 65535, 50051)
-    default_max_tokens: int = _at_least(1, 256)
-    max_message_bytes: int = _between(1024, 2**31 - 1, 4 * 2**20)
-    deadline_s: float = _at_least(0.1, 600.0)
+    port: int = between(0, 65535, 50051)
+    http_port: int = between(-1, 65535, 8000)
+    default_max_tokens: int = at_least(1, 256)
+    max_message_bytes: int = between(1024, 2**31 - 1, 4 * 2**20)
+    deadline_s: float = at_least(0.1, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +180,8 @@ class RedisSettings:
 
     url: str = ""
     prefix: str = "hocket"
-    lease_s: float = _at_least(0.2, 5.0)
-    renew_s: float = _at_least(0.05, 1.0)
+    lease_s: float = at_least(0.2, 5.0)
+    renew_s: float = at_least(0.05, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +197,9 @@ class ClusterSettings:
 
     ray_address: str = ""
     host: str = ""
-    startup_timeout_s: float = _at_least(1, 120.0)
-    drain_s: float = _at_least(0, 10.0)
-    stuck_s: float = _at_least(1, 20.0)
+    startup_timeout_s: float = at_least(1, 120.0)
+    drain_s: float = at_least(0, 10.0)
+    stuck_s: float = at_least(1, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +209,22 @@ class ParallelSettings:
     tensor, context: parallel sizes.
     """
 
-    tensor: int = _between(1, 1, 1)
-    context: int = _between(1, 1, 1)
+    tensor: int = between(1, 1, 1)
+    context: int = between(1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySettings:
-    """[telemetry]: log_level: least important level that is written."""
+    """[telemetry]: what processes tell about themselves.
 
-    log_level: str = _one_of("info", "debug", "warning", "error")
+    log_level: least important level that is written.
+    metrics_host: where the Prometheus pages (/metrics) listen; empty: on the process's own host.
+    metrics_port: of the gateway's page, 0 takes a free one, as workers do; -1: no page anywhere.
+    """
+
+    log_level: str = one_of("info", "debug", "warning", "error")
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = between(-1, 65535, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,93 +299,18 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not TOML: {error}.") from error
     for override in overrides:
-        _lay_over(table, override)
-    config = _build(Config, table, "")
+        lay_over(table, override)
+    config = build(Config, table, "")
     _check_together(config)
     return config
 
 
-def _lay_over(table: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    keys = name.strip().split(".")
-    if not equals or not all(keys) or len(keys) < 2:
-        raise ConfigError(f"{override!r} is not of the form section.key=value.", field=override)
-    try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    for depth, key in enumerate(keys[:-1]):
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise _wrong(".".join(keys[: depth + 1]), inner, "a table")
-        table = cast("dict[str, Any]", inner)
-    table[keys[-1]] = value
-
-
-def _build(settings: type[_Settings], table: Mapping[str, Any], where: str) -> _Settings:
-    """`settings` from a table; `where` is the table's name with its dot, or empty."""
-    assert is_dataclass(settings)
-    known = {f.name: f for f in fields(settings)}
-    hints = typing.get_type_hints(settings)
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise _unknown(where, key, list(known))
-        values[key] = _check(f"{where}{key}", value, hints[key], known[key].metadata)
-    return cast(_Settings, settings(**values))
-
-
-def _check(key: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
-    """The value as the type `hint`, within `limits`."""
-    if is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise _wrong(key, value, "a table")
-        return _build(cast("type[Any]", hint), cast("dict[str, Any]", value), f"{key}.")
-    if typing.get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise _wrong(key, value, "a table")
-        items = cast("dict[str, Any]", value)
-        of = typing.get_args(hint)[1]
-        return {name: _check(f"{key}.{name}", item, of, {}) for name, item in items.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    fits = (
-        type(value) is hint
-        and value in limits.get("choices", (value,))
-        and (hint is not float or math.isfinite(value))
-        and limits.get("min", value) <= value <= limits.get("max", value)
-    )
-    if not fits:
-        raise _wrong(key, value, _allowed(hint, limits))
-    return value
-
-
-def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
-    if "choices" in limits:
-        return "one of " + ", ".join(repr(choice) for choice in limits["choices"])
-    name = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[hint]
-    low, high = limits.get("min"), limits.get("max")
-    if low is not None and low == high:
-        return f"{low}: nothing else is built yet"
-    if low is not None and high is not None:
-        return f"{name} from {low} to {high}"
-    return f"{name}, at least {low}" if low is not None else name
-
-
-def _wrong(key: str, value: object, allowed: str) -> ConfigError:
-    message = f"{key} is {value!r}; it must be {allowed}."
-    return ConfigError(message, field=key, value=repr(value), limit=allowed)
-
-
-def _unknown(where: str, key: str, known: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(known)}."
-    return ConfigError(f"{where}{key} is not a known key; {hint}", field=f"{where}{key}")
-
-
 def _check_together(config: Config) -> None:
-    """What no single key can tell."""
+    """What no single key can tell, or no range."""
+    if config.model.max_context_tokens == 1:
+        limit = "0, or at least 2: a prompt and an output of one token each"
+        raise wrong("model.max_context_tokens", 1, limit)
     lease_s, renew_s = config.redis.lease_s, config.redis.renew_s
     if renew_s * 2 > lease_s:
         limit = f"at least twice redis.renew_s ({renew_s}), so that one late renewal is forgiven"
-        raise _wrong("redis.lease_s", lease_s, limit)
+        raise wrong("redis.lease_s", lease_s, limit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 # Largest message of UCX over TCP; `hocket.kv.nixl_agent` says why no READ there may be larger.
@@ -38,16 +38,16 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def transfer_environment(tls: str, host: str, log_folder: Path) -> dict[str, str]:
+def transfer_environment(tls: str, host: str, log_folder: Path | None) -> dict[str, str]:
     """What UCX must see in a worker process, for `transfer.tls` and the worker's address.
 
     A loopback worker listens on loopback only, also for KV. Without RDMA devices the verbs
     modules are left out: with some providers installed they crash at process exit. UCX writes
     down which transport it chose, a file per process in `log_folder`: the only way to know.
+    Without a folder the process has to name one itself, see `log_ucx_to`.
     """
     variables = {
         "UCX_PROTO_INFO": "y",
-        "UCX_LOG_FILE": f"{log_folder}/ucx-%p.log",
         "UCX_TCP_TX_SEG_SIZE": str(TCP_SEGMENT_BYTES),
         "UCX_TCP_RX_SEG_SIZE": str(TCP_SEGMENT_BYTES),
     }
@@ -57,17 +57,16 @@ def transfer_environment(tls: str, host: str, log_folder: Path) -> dict[str, str
         variables["UCX_TLS"] = "tcp"
     if is_loopback(host):
         variables["UCX_NET_DEVICES"] = "lo"
+    if log_folder is not None:
+        variables["UCX_LOG_FILE"] = _ucx_log(log_folder)
     return variables
 
 
 def worker_environment(
     tls: str, host: str, threads: int, log_folder: Path | None = None
 ) -> dict[str, str]:
-    """All variables of a worker process that computes with `threads` threads.
-
-    `log_folder` None: the machine's folder for temporary files.
-    """
-    variables = transfer_environment(tls, host, log_folder or Path(tempfile.gettempdir()))
+    """All variables of a worker process that computes with `threads` threads."""
+    variables = transfer_environment(tls, host, log_folder)
     variables["OMP_NUM_THREADS"] = str(threads)
     variables["MKL_NUM_THREADS"] = str(threads)
     # grpc prints a line per fork and per missing system feature otherwise.
@@ -99,6 +98,21 @@ def set_variables(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
+def unset_variables(names: Iterable[str]) -> None:
+    """Takes them out of this process's environment."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
+def log_ucx_to(folder: Path) -> None:
+    """Has UCX write its account into `folder`; before UCX is loaded in this process."""
+    os.environ["UCX_LOG_FILE"] = _ucx_log(folder)
+
+
 def ucx_log_file() -> str:
     """UCX_LOG_FILE as this process was given it; "" without."""
     return os.environ.get("UCX_LOG_FILE", "")
+
+
+def _ucx_log(folder: Path) -> str:
+    return f"{folder}/ucx-%p.log"

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from hocket.errors import ConfigError
 from hocket.types import DraftCounts, Load, Usage
 
 _LATENCY_BUCKETS_S = (
@@ -185,6 +186,29 @@ class WorkerMetrics:
         self.blocks.labels("all").set(load.num_blocks)
         self.blocks.labels("free").set(load.free_blocks)
         self.blocks.labels("unread").set(load.unread_blocks)
+
+
+class MetricsPage:
+    """A registry behind HTTP for Prometheus, http://`address`/metrics, on a thread of its own."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        """Listens at once; port 0 takes a free one. Raises ConfigError when it cannot."""
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"telemetry.metrics_host is {host!r} and the port {port}: "
+                f"{error.strerror or error}. Port 0 takes a free one, -1 serves no metrics.",
+                field="telemetry.metrics_port",
+            ) from error
+        self.port: int = self._server.server_port
+        self.address = f"{host}:{self.port}"
+
+    def close(self) -> None:
+        """Ends it. Safe to call again."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
 class JsonFormatter(logging.Formatter):

@@ -211,6 +211,7 @@ class WorkerDescription:
     load: Load = field(default_factory=Load)
     is_draining: bool = False
     transport: str = ""
+    metrics_address: str = ""
 
 
 class Leg(Enum):
@@ -262,16 +263,26 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyStep:
+    """What multi-token prediction did in one step for one request: drafts proposed, drafts kept."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Some output tokens; `output_index` is the first one's position in the whole output.
 
-    `logprobs` is empty or has one entry per token.
+    `logprobs` is empty or has one entry per token. `step` is set when one verify step of decode
+    emitted exactly these tokens.
     """
 
     key: RequestKey
     output_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    step: VerifyStep | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from control_plane.cluster.directory import RedisWorkerDirectory
 from control_plane.cluster.worker_actor import configure_logging
 from control_plane.gateway import Gateway, GatewayOptions
 from hocket.config import Config
+from hocket.telemetry import MetricsPage
 
 _Answer = TypeVar("_Answer")
 
@@ -23,11 +25,21 @@ _Answer = TypeVar("_Answer")
 _ANSWER_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayPorts:
+    """Where a gateway listens. http is -1 when it has no HTTP door, metrics when it shows none."""
+
+    grpc: int
+    http: int
+    metrics: int
+
+
 def gateway_options(config: Config) -> GatewayOptions:
     """The gateway's options as the configuration has them."""
     return GatewayOptions(
         host=config.gateway.host,
         port=config.gateway.port,
+        http_port=config.gateway.http_port,
         model=config.model.name,
         tokenizer_folder=config.model.checkpoint(),
         max_context_tokens=config.model.max_context_tokens,
@@ -43,12 +55,20 @@ class _RunningGateway:
     def __init__(self, config: Config) -> None:
         self._directory = RedisWorkerDirectory(config.redis)
         self._options = gateway_options(config)
+        self._telemetry = config.telemetry
+        self._page: MetricsPage | None = None
 
-    async def start(self) -> int:
-        """Listens; returns the port."""
+    async def start(self) -> GatewayPorts:
+        """Listens; returns the ports."""
         self._follow = asyncio.create_task(self._directory.run())
         self._gateway = Gateway(self._options, self._directory)
-        return await self._gateway.start()
+        port = await self._gateway.start()
+        telemetry = self._telemetry
+        if telemetry.metrics_port >= 0:
+            host = telemetry.metrics_host or self._options.host
+            self._page = MetricsPage(self._gateway.metrics.registry, host, telemetry.metrics_port)
+        metrics_port = self._page.port if self._page is not None else -1
+        return GatewayPorts(port, self._gateway.http_port, metrics_port)
 
     async def is_following(self) -> bool:
         return not self._follow.done()
@@ -66,6 +86,8 @@ class _RunningGateway:
         await self._gateway.stop(drain_s)
         self._follow.cancel()
         await asyncio.gather(self._follow, return_exceptions=True)
+        if self._page is not None:
+            await asyncio.to_thread(self._page.close)
 
 
 class GatewayActor:
@@ -81,8 +103,8 @@ class GatewayActor:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True).start()
 
-    def start(self) -> int:
-        """Listens; returns the port."""
+    def start(self) -> GatewayPorts:
+        """Listens; returns the ports."""
         return self._wait(self._running.start())
 
     def pulse(self) -> bool:

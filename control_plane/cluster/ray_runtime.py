@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from hocket.config import Config, DecodeSettings, PlacementSettings, PrefillSett
 from hocket.errors import ConfigError, HocketError
 
 _GATEWAY_CPUS = 0.1
-# Socket paths end at 107 characters and Ray adds about 70.
-_LONGEST_TEMP_PATH = 32
+_VITAL_PARTS = ("raylet", "gcs_server")
+# Socket paths end at 107 characters; our folder adds 12 and Ray 65 (with a process id of 7 digits).
+_LONGEST_TEMP_PATH = 30
 # Ray's smallest; nothing of ours goes through its object store.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -39,8 +39,9 @@ def temporary_folder() -> Path:
 class RayRuntime:
     """A connection to Ray, and the placement groups made through it."""
 
-    def __init__(self, config: Config, *, verbose: bool) -> None:
-        """Starts a local Ray, or joins the one at `cluster.ray_address`.
+    def __init__(self, config: Config, folder: Path, *, verbose: bool) -> None:
+        """Starts a local Ray that keeps its files in `folder`, or joins the one at
+        `cluster.ray_address`.
 
         Raises:
             ConfigError: labels are asked of a local Ray, or the address does not answer.
@@ -48,7 +49,6 @@ class RayRuntime:
         environment.prepare_ray()
         import ray
 
-        self._folder: Path | None = None
         address = config.cluster.ray_address
         common: dict[str, Any] = {
             "log_to_driver": verbose,
@@ -64,7 +64,6 @@ class RayRuntime:
                 ) from error
             return
         _refuse_local_labels(config)
-        self._folder = temporary_folder()
         cpus, resources = _local_resources(config)
         try:
             # "local": never one that happens to run here, whatever the environment says.
@@ -74,7 +73,7 @@ class RayRuntime:
                 resources=resources,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(self._folder),
+                _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
                 **common,
             )
@@ -105,14 +104,21 @@ class RayRuntime:
             )
         return group
 
+    def dead_parts(self) -> list[str]:
+        """Processes of a local Ray without which it cannot go on, and that have died: "raylet",
+        "gcs_server". They are not started again; a cluster that was joined has others who care."""
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        if node is None:
+            return []
+        return [kind for kind, _ in node.dead_processes() if kind in _VITAL_PARTS]
+
     def close(self) -> None:
         """Leaves Ray; a local one ends with all its processes. Safe to call again."""
         import ray
 
         ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
 
 def bundle_of(placement: PlacementSettings) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import redis
 
 from hocket.config import RedisSettings
+from hocket.errors import ConfigError
 from hocket.types import Fingerprint, Load, Role, WorkerDescription
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,29 @@ def descriptions(entries: Iterable[Mapping[bytes, bytes]]) -> list[WorkerDescrip
         except (KeyError, ValueError) as error:
             _log.warning("registry entry left out: %s", error)
     return found
+
+
+def check_redis(settings: RedisSettings) -> None:
+    """Raises ConfigError unless the server at `redis.url` answers."""
+    try:
+        client: Any = redis.Redis.from_url(
+            settings.url, socket_timeout=2.0, socket_connect_timeout=2.0
+        )
+        try:
+            client.ping()
+        finally:
+            client.close()
+    except (redis.RedisError, ValueError) as error:
+        raise ConfigError(
+            f"redis.url is {_without_password(settings.url)!r}: {error}", field="redis.url"
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    """redis://user:password@host -> redis://...@host: the rest may be shown."""
+    scheme, separator, rest = url.rpartition("://")
+    secret, at, host = rest.rpartition("@")
+    return f"{scheme}{separator}{'...' if secret else ''}{at}{host}"
 
 
 class Registry:

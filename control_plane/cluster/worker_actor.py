@@ -13,9 +13,12 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol, cast
 
 from control_plane.cluster.registry import Registration
+from hocket import environment
 from hocket.config import RedisSettings, WorkerSettings
 from hocket.types import WorkerDescription
 
@@ -59,6 +62,11 @@ class WorkerActor:
         if not settings.host:
             settings = replace(settings, host=_node_address())
         self._closed = threading.Event()
+        # On other machines than `up`'s there is no folder of the cluster.
+        self._folder: TemporaryDirectory[str] | None = None
+        if not environment.ucx_log_file():
+            self._folder = TemporaryDirectory(prefix="hocket-")
+            environment.log_ucx_to(Path(self._folder.name))
         self._worker = import_entry(entry)(settings)
         self._registration = Registration(redis, self._worker.describe, _end_process)
 
@@ -84,6 +92,8 @@ class WorkerActor:
         failed = self._worker.drain(drain_s) if drain_s > 0 else 0
         self._registration.stop()
         self._worker.stop()
+        if self._folder is not None:
+            self._folder.cleanup()
         self._closed.set()
         return failed
 

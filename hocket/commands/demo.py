@@ -40,9 +40,12 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
     progress = Progress(Console(stderr=True, highlight=False))
     started = time.monotonic()
     try:
-        # Beside a running `hocket up` the demo must not ask for the same port.
-        config = load_config(path, ["gateway.port=0", *overrides])
-        with interruptible(), running_cluster(config, progress, verbose=verbose) as (_, serving):
+        # Beside a running `hocket up` the demo must not ask for the same ports.
+        config = load_config(path, ["gateway.port=0", "gateway.http_port=0", *overrides])
+        with (
+            interruptible() as signals,
+            running_cluster(config, progress, signals, verbose=verbose) as (_, serving),
+        ):
             console.print(serving_table(config, serving))
             asyncio.run(_ask_all(serving.gateway_address, console))
     except Interrupted as signal_name:

@@ -62,23 +62,27 @@ class Answer:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per decode step (the first token is prefill's); 0.0 without a decode step."""
-        steps = self.finish.usage.verify_steps
-        return (self.finish.usage.output_tokens - 1) / steps if steps else 0.0
+        """Tokens per decode step; 0.0 without one."""
+        usage = self.finish.usage
+        return usage.emitted_tokens / usage.verify_steps if usage.verify_steps else 0.0
 
 
 def build_request(options: GenerateOptions) -> generation.GenerateRequest:
     """The message for these options.
 
     Raises:
-        InvalidRequest: a number that the message's own type cannot hold (a negative count).
+        InvalidRequest: a value that the message's own type cannot hold: a negative count, bytes
+            on the command line that are no text.
     """
-    request = generation.GenerateRequest(model=options.model)
-    if options.is_chat:
-        request.chat.messages.add(role="user", content=options.text)
-    else:
-        request.text = options.text
+    request = generation.GenerateRequest()
+    holder, name = (
+        (request.chat.messages.add(role="user"), "content")
+        if options.is_chat
+        else (request, "text")
+    )
     settings: tuple[tuple[Any, str, Any, str], ...] = (
+        (holder, name, options.text, "valid UTF-8"),
+        (request, "model", options.model, "valid UTF-8"),
         (request.sampling, "temperature", options.temperature, "from 0 to 100"),
         (request.sampling, "top_p", options.top_p, "above 0, at most 1"),
         (request.sampling, "top_k", options.top_k, "from 0 to 4294967295"),
@@ -93,7 +97,10 @@ def build_request(options: GenerateOptions) -> generation.GenerateRequest:
                 setattr(message, name, value)
             except (ValueError, TypeError) as error:
                 raise InvalidRequest(name, value, limit) from error
-    request.stopping.stop.extend(options.stop)
+    try:
+        request.stopping.stop.extend(options.stop)
+    except ValueError as error:
+        raise InvalidRequest("stop", options.stop, "valid UTF-8") from error
     return request
 
 
@@ -122,7 +129,9 @@ async def ask(
                 first_token_s=first_s,
                 last_token_s=last_s,
             )
-    raise WorkerUnavailable("the stream ended without a finish; send the request again.")
+    raise WorkerUnavailable(
+        "the stream ended without a finish; send the request again.", output_tokens=len(token_ids)
+    )
 
 
 def closing_line(answer: Answer) -> str:
@@ -171,6 +180,12 @@ def run(options: GenerateOptions, address: str, *, as_json: bool) -> int:
     try:
         answer = asyncio.run(_ask_once(options, address, _ignore if as_json else write_now))
     except HocketError as error:
+        if isinstance(error, WorkerUnavailable) and not error.metadata:
+            # A status of gRPC's own: no gateway has spoken.
+            error = WorkerUnavailable(
+                f"no gateway answers at {address!r} ({error}); is `hocket up` serving there?",
+                address=address,
+            )
         _tell(error, as_json)
         return 1
     except KeyboardInterrupt:

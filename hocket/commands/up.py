@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -56,38 +55,79 @@ class Progress:
             self._status.stop()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del frame
-    raise Interrupted(signal.Signals(number).name)
+class Signals:
+    """Ctrl-C, SIGTERM and a closed terminal: raised as `Interrupted` in the main thread, at once.
+
+    And remembered: code that a signal lands in may swallow the exception or make another of it.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+
+    def install(self) -> None:
+        """Takes the signals, also when somebody else has taken them meanwhile: Ray does."""
+        for number in _ENDING:
+            signal.signal(number, self._take)
+
+    def check(self) -> None:
+        """Raises `Interrupted` if a signal has come."""
+        if self._name:
+            raise Interrupted(self._name)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._name = signal.Signals(number).name
+        self.check()
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Within it, Ctrl-C, SIGTERM and a closed terminal raise `Interrupted` in the main thread."""
-    before = {number: signal.signal(number, _interrupt) for number in _ENDING}
+def interruptible() -> Iterator[Signals]:
+    """Within it signals are taken. However it ends, if one came it ends with `Interrupted`."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    signals = Signals()
     try:
-        yield
+        signals.install()
+        yield signals
+    except BaseException as error:
+        signals.check()
+        # Ray's own handler, which is there for some seconds of the start, makes this of it.
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+            raise Interrupted(signal.SIGTERM.name) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    signals.check()
 
 
 @contextmanager
 def running_cluster(
-    config: Config, progress: Progress, *, verbose: bool = False
+    config: Config, progress: Progress, signals: Signals, *, verbose: bool = False
 ) -> Iterator[tuple[Cluster, Serving]]:
     """A cluster that serves; drained and stopped at the end, whatever the end is."""
-    cluster = Cluster(config, progress, verbose=verbose)
+    is_stopping = False
+
+    def report(text: str) -> None:
+        if not is_stopping:
+            signals.install()
+            signals.check()
+            progress(text)
+            return
+        # Nobody may be left to read it; rich makes a SystemExit of that.
+        with suppress(OSError, SystemExit):
+            progress(text)
+
+    cluster = Cluster(config, report, verbose=verbose)
     try:
         serving = cluster.start()
-        # Ray installs a handler for SIGTERM of its own.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+        signals.install()
         progress.done()
         yield cluster, serving
     finally:
         # Further signals must not cut the stop short: they would leave processes behind.
         for number in _ENDING:
             signal.signal(number, signal.SIG_IGN)
+        is_stopping = True
         cluster.stop()
         progress.done()
 
@@ -96,13 +136,20 @@ def serving_table(config: Config, serving: Serving) -> Table:
     """What listens where."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("what", "address", "holds"):
-        table.add_column(column)
-    table.add_row("gateway", serving.gateway_address, f"model {config.model.name}")
+        table.add_column(column, overflow="fold")
+    table.add_row("gateway", serving.gateway_address, f"gRPC, model {config.model.name}")
+    if serving.http_address:
+        table.add_row("", f"http://{serving.http_address}/v1", "OpenAI HTTP, the same model")
     for worker in serving.workers:
         tokens = worker.num_blocks * worker.block_tokens
         drafts = f", {worker.max_draft_tokens} drafts" if worker.role.value == "decode" else ""
         table.add_row(worker.worker_id, worker.address, f"{tokens:,} tokens of KV{drafts}")
     table.add_row("store", serving.redis_url, "worker registry")
+    pages = {"gateway": serving.metrics_address}
+    pages |= {worker.worker_id: worker.metrics_address for worker in serving.workers}
+    for name, address in pages.items():
+        if address:
+            table.add_row("metrics", f"http://{address}/metrics", f"Prometheus, {name}")
     return table
 
 
@@ -113,14 +160,22 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
     logging.getLogger(supervisor.__name__).setLevel(logging.INFO)
     try:
         config = load_config(path, overrides)
-        with interruptible(), running_cluster(config, Progress(console), verbose=verbose) as up:
-            _, serving = up
+        with (
+            interruptible() as signals,
+            running_cluster(config, Progress(console), signals, verbose=verbose) as (
+                cluster,
+                serving,
+            ),
+        ):
             console.print(serving_table(config, serving))
             console.print(
                 f'\nServing. Try: hocket generate "Return the" --address {serving.gateway_address}'
                 "\nCtrl-C ends it."
             )
-            threading.Event().wait()
+            while True:
+                signals.check()
+                cluster.check_alive()
+                time.sleep(1.0)
     except Interrupted:
         console.print("Stopped.")
     except HocketError as error:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from hocket.telemetry import WorkerMetrics
-from hocket.types import Event, Failed, Finished, Joined, Load
+from hocket.types import DraftCounts, Event, Failed, Joined, Load, Tokens
 
 
 class CounterCollector(Collector):
@@ -56,13 +56,19 @@ class EngineMetrics:
     def observe(self, events: Sequence[Event], load: Load) -> None:
         """The outcome of a turn."""
         self._worker.observe_load(load)
+        drafts = DraftCounts()
         for event in events:
-            if isinstance(event, Finished):
-                self._worker.drafts.add(event.usage.drafts)
+            if isinstance(event, Tokens) and event.step is not None:
+                step = event.step
+                drafts = drafts.add_step(
+                    step.drafted_tokens, step.accepted_tokens, len(event.token_ids)
+                )
             elif isinstance(event, Joined) and event.recomputed:
                 self._recomputed.inc()
             elif isinstance(event, Failed):
                 self._failed.labels(event.reason).inc()
+        if drafts.verify_steps:
+            self._worker.drafts.add(drafts)
 
     def observe_step(self, seconds: float) -> None:
         """One step that computed something; from any thread."""

@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from hocket.clock import SystemClock
+from hocket.config import TelemetrySettings
 from hocket.errors import ConfigError, WorkerUnavailable
 from hocket.execution.engine_thread import (
     BeginDrain,
@@ -38,6 +39,7 @@ from hocket.rpc import worker_pb2_grpc
 from hocket.rpc.clients import server_options
 from hocket.rpc.convert import description_to_message
 from hocket.rpc.session import SessionServer
+from hocket.telemetry import MetricsPage
 from hocket.types import Joined, Load, RequestKey, StartRequest, WorkerDescription
 
 # A turn is one model step: longer than this, and the engine hangs.
@@ -113,6 +115,7 @@ class WorkerServer(Generic[HandOffCommand, Message]):
         self._streams = open_streams(self._thread.post)
         self._sessions = SessionServer(self, parts.description.epoch)
         self._metrics = EngineMetrics(parts.description.role.value, parts.hand_off_counters)
+        self._page: MetricsPage | None = None
         self._health = _HealthServicer()
         self._load = Load()
         self._transport = ""
@@ -123,7 +126,16 @@ class WorkerServer(Generic[HandOffCommand, Message]):
         # The number of turns that was seen last, and since when.
         self._pulse = (0, time.monotonic())
 
-    async def start(self) -> None:
+    async def start(self, telemetry: TelemetrySettings | None = None) -> None:
+        """Serves; its metrics too, on a free port, if `telemetry` is given and wants them.
+
+        Raises:
+            ConfigError: nothing can listen on `telemetry.metrics_host`.
+        """
+        if telemetry is not None and telemetry.metrics_port >= 0:
+            own_host = self.address.rpartition(":")[0]
+            host = telemetry.metrics_host or own_host
+            self._page = MetricsPage(self._metrics.registry, host, port=0)
         service = _WorkerService(self, self._sessions, self._streams)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -147,6 +159,7 @@ class WorkerServer(Generic[HandOffCommand, Message]):
             load=self._load,
             is_draining=self._is_draining,
             transport=self._transport,
+            metrics_address=self._page.address if self._page is not None else "",
         )
 
     def is_alive(self) -> bool:
@@ -194,6 +207,8 @@ class WorkerServer(Generic[HandOffCommand, Message]):
             _logger.error("The engine did not end within %s s; its memory is kept.", STUCK_S)
             return
         await asyncio.to_thread(self._parts.release)
+        if self._page is not None:
+            await asyncio.to_thread(self._page.close)
 
     def _hop_output(self, output: StepOutput[Message], seconds: float) -> None:
         """In the engine's thread."""

@@ -43,6 +43,9 @@ def channel_options(message_bytes: int = INTERNAL_MESSAGE_BYTES) -> list[tuple[s
         *message_size_options(message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+        # gRPC pings also to measure the line, with a minute's patience, and no other ping is sent
+        # as long as one is out.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -58,6 +61,9 @@ def server_options(message_bytes: int = INTERNAL_MESSAGE_BYTES) -> list[tuple[st
         *message_size_options(message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+        # gRPC pings also to measure the line, with a minute's patience, and no other ping is sent
+        # as long as one is out.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_S * 500),

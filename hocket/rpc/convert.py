@@ -37,6 +37,7 @@ from hocket.types import (
     TokenLogprobs,
     Tokens,
     Usage,
+    VerifyStep,
     WorkerDescription,
 )
 
@@ -72,6 +73,7 @@ _LOAD_FIELDS = _plain_fields(Load)
 _DESCRIPTION_FIELDS = _plain_fields(WorkerDescription)
 _HANDLE_FIELDS = _plain_fields(ExportHandle)
 _JOINED_FIELDS = _plain_fields(Joined)
+_STEP_FIELDS = _plain_fields(VerifyStep)
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -316,6 +318,9 @@ def event_to_message(event: Event) -> worker.Event:
             message.tokens.output_index = event.output_index
             message.tokens.token_ids = pack_tokens(event.token_ids)
             message.tokens.logprobs.extend(logprobs_to_message(p) for p in event.logprobs)
+            if event.step is not None:
+                step = worker.VerifyStep(**_values(event.step, _STEP_FIELDS))
+                message.tokens.step.MergeFrom(step)
         case Begun():
             message.begun.export.CopyFrom(handle_to_message(event.export))
         case Joined():
@@ -326,10 +331,8 @@ def event_to_message(event: Event) -> worker.Event:
         case Failed():
             message.failed.CopyFrom(
                 worker.Failed(
-                    code=event.code,
-                    message=event.message,
+                    **_values(event, ("code", "message", "reason")),
                     retryable=event.is_retryable,
-                    reason=event.reason,
                     metadata=dict(event.metadata),
                 )
             )
@@ -347,7 +350,9 @@ def event_from_message(message: worker.Event) -> Event:
 def _tokens(key: RequestKey, message: worker.Event) -> Event:
     tokens = message.tokens
     logprobs = tuple(map(logprobs_from_message, tokens.logprobs)) if tokens.logprobs else ()
-    return Tokens(key, tokens.output_index, unpack_tokens(tokens.token_ids), logprobs)
+    has_step = tokens.HasField("step")
+    step = VerifyStep(**_values(tokens.step, _STEP_FIELDS)) if has_step else None
+    return Tokens(key, tokens.output_index, unpack_tokens(tokens.token_ids), logprobs, step)
 
 
 def _begun(key: RequestKey, message: worker.Event) -> Event:
@@ -369,9 +374,7 @@ def _failed(key: RequestKey, message: worker.Event) -> Event:
     failed = message.failed
     return Failed(
         key=key,
-        code=failed.code,
-        message=failed.message,
-        reason=failed.reason,
+        **_values(failed, ("code", "message", "reason")),
         is_retryable=failed.retryable,
         metadata=tuple(sorted(failed.metadata.items())),
     )

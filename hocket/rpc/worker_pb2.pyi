@@ -33,7 +33,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "group", "rank", "group_size", "fingerprint", "protocol_version", "model", "num_blocks", "block_tokens", "max_context_tokens", "max_prompt_tokens", "max_draft_tokens", "load", "is_draining", "transport", "has_mtp", "block_bytes", "address")
+    __slots__ = ("worker_id", "epoch", "role", "group", "rank", "group_size", "fingerprint", "protocol_version", "model", "num_blocks", "block_tokens", "max_context_tokens", "max_prompt_tokens", "max_draft_tokens", "load", "is_draining", "transport", "has_mtp", "block_bytes", "address", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class WorkerDescription(_message.Message):
     HAS_MTP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: Role
@@ -74,7 +75,8 @@ class WorkerDescription(_message.Message):
     has_mtp: bool
     block_bytes: int
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., group_size: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: _Optional[bool] = ..., transport: _Optional[str] = ..., has_mtp: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., group_size: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: _Optional[bool] = ..., transport: _Optional[str] = ..., has_mtp: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("weights", "kv_layout", "block_tokens", "dtype", "numerics")
@@ -257,14 +259,24 @@ class Joined(_message.Message):
     def __init__(self, imported_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., recomputed: _Optional[bool] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("output_index", "token_ids", "logprobs")
+    __slots__ = ("output_index", "token_ids", "logprobs", "step")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     token_ids: bytes
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
-    def __init__(self, output_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    step: VerifyStep
+    def __init__(self, output_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., step: _Optional[_Union[VerifyStep, _Mapping]] = ...) -> None: ...
+
+class VerifyStep(_message.Message):
+    __slots__ = ("drafted_tokens", "accepted_tokens")
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "usage")

@@ -57,6 +57,7 @@ class ScriptedGateway(GenerationServicer):
         last.finish.seed = 2**63 + 1
         last.finish.usage.output_tokens = 4
         last.finish.usage.verify_steps = 2
+        last.finish.usage.emitted_tokens = 3
         last.finish.hand_off.bytes = 4096
         last.finish.hand_off.transport = "cma"
         await context.write(last)
@@ -69,7 +70,7 @@ def gateway() -> Iterator[ScriptedGateway]:
     running.stop()
 
 
-def generate(gateway: ScriptedGateway, *arguments: str, stdin: str = "") -> Any:
+def generate(gateway: ScriptedGateway, *arguments: str, stdin: str | bytes = "") -> Any:
     command = ["generate", *arguments, "--address", gateway.address]
     return CliRunner().invoke(app, command, input=stdin)
 
@@ -161,8 +162,31 @@ def test_a_stream_without_an_end_is_an_error(gateway: ScriptedGateway) -> None:
 def test_nobody_listening_is_one_line() -> None:
     done = CliRunner().invoke(app, ["generate", "Hi", "--address", "127.0.0.1:1"])
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith("error: no gateway answers at '127.0.0.1:1'")
+    assert "hocket up" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (GenerateOptions("\udcff"), "text"),
+        (GenerateOptions("\udcff", is_chat=True), "content"),
+        (GenerateOptions("x", model="\udcff"), "model"),
+        (GenerateOptions("x", stop=("ok", "\udcff")), "stop"),
+    ],
+)
+def test_bytes_that_are_no_text_are_named(options: GenerateOptions, field: str) -> None:
+    """The shell hands them over as surrogates."""
+    with pytest.raises(InvalidRequest, match="UTF-8") as caught:
+        build_request(options)
+    assert caught.value.field == field
+
+
+def test_a_pipe_with_bytes_that_are_no_text_is_one_line(gateway: ScriptedGateway) -> None:
+    done = generate(gateway, "-", stdin=b"caf\xe9")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: text is ")
 
 
 @pytest.mark.parametrize(

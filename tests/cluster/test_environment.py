@@ -50,3 +50,13 @@ def test_the_account_of_the_transport_goes_to_the_given_folder(tmp_path: Path) -
     variables = worker_environment("auto", "127.0.0.1", 3, tmp_path)
     assert Path(variables["UCX_LOG_FILE"]).parent == tmp_path
     assert variables["OMP_NUM_THREADS"] == "3"
+
+
+def test_without_a_folder_the_process_names_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never the machine's folder for temporary files, where nobody would delete it."""
+    assert "UCX_LOG_FILE" not in worker_environment("auto", "10.0.0.3", 1)
+    monkeypatch.setenv("UCX_LOG_FILE", "")
+    environment.log_ucx_to(tmp_path)
+    assert Path(environment.ucx_log_file()).parent == tmp_path

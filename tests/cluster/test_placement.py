@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from control_plane.cluster.ray_runtime import RayRuntime, bundle_of, temporary_folder
@@ -19,10 +21,10 @@ def test_a_bundle_is_never_empty() -> None:
     assert bundle_of(PlacementSettings(num_cpus=0.0)) == {"CPU": 0.001}
 
 
-def test_labels_are_refused_where_no_node_has_any() -> None:
+def test_labels_are_refused_where_no_node_has_any(tmp_path: Path) -> None:
     config = load_config(None, ['decode.placement.labels={"hocket.pool"="decode"}'])
     with pytest.raises(ConfigError, match=r"decode\.placement\.labels.*ray_address"):
-        RayRuntime(config, verbose=False)
+        RayRuntime(config, tmp_path, verbose=False)
 
 
 def test_ray_gets_a_short_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

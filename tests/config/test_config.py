@@ -96,6 +96,8 @@ def test_an_override_that_is_not_toml_is_a_string(override: str, value: str) -> 
         ("redis.lease_s=1.0", ["redis.lease_s", "renew_s"]),
         ("parallel.tensor=2", ["parallel.tensor", "2", "1"]),
         ("parallel.context=8", ["parallel.context", "8", "1"]),
+        ("model.max_context_tokens=1", ["model.max_context_tokens", "1", "0, or at least 2"]),
+        ("telemetry.metrics_port=-2", ["telemetry.metrics_port", "-2", "from -1 to 65535"]),
         ("gateway.port", ["gateway.port", "section.key=value"]),
         ("port=3", ["port=3", "section.key=value"]),
     ],

@@ -24,7 +24,6 @@ from hocket.rpc.session_client import SessionSettings
 from hocket.rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from hocket.types import (
     Begun,
-    DraftCounts,
     Event,
     ExportHandle,
     Fingerprint,
@@ -39,6 +38,7 @@ from hocket.types import (
     TokenLogprobs,
     Tokens,
     Usage,
+    VerifyStep,
     WorkerDescription,
 )
 
@@ -149,7 +149,7 @@ class ScriptedEngine:
         if self.stall_at == 0:
             await self.resume.wait()
         self.publish(Joined(request.key, 4096, "memory"), self.tokens(request, 0, 1))
-        index, reason, drafts = 1, self.reason(request, 0), DraftCounts()
+        index, reason = 1, self.reason(request, 0)
         while reason is None:
             if self.stall_at is not None and index >= self.stall_at:
                 await self.resume.wait()
@@ -159,10 +159,10 @@ class ScriptedEngine:
                 if count == self.step_tokens:
                     break
                 count += 1
-            drafts = drafts.add_step(self.step_tokens - 1, count - 1, count)
-            events: list[Event] = [self.tokens(request, index, count)]
+            step = VerifyStep(self.step_tokens - 1, count - 1)
+            events: list[Event] = [replace(self.tokens(request, index, count), step=step)]
             if reason is not None:
-                events.append(Finished(request.key, reason, Usage(drafts=drafts)))
+                events.append(Finished(request.key, reason, Usage()))
             self.publish(*events)
             index += count
 

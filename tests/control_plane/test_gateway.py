@@ -27,6 +27,7 @@ from hocket.errors import (
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
 from hocket.rpc.generation_pb2_grpc import GenerationStub
+from hocket.rpc.status import error_from_rpc
 from hocket.types import Fingerprint, Leg
 
 TEXT = " the quick brown fox jumps over the lazy dog"
@@ -88,6 +89,17 @@ async def test_several_tokens_per_step_give_the_same_text_and_their_counts(servi
         assert f"hocket_output_tokens_total {usage.output_tokens:.1f}" in page
 
 
+async def test_what_a_client_leaves_open_fits_the_smallest_pool(serving: Any) -> None:
+    """One block: the server's default, 256 tokens, would not fit behind any prompt."""
+    async with serving(TEXT, decode={"num_blocks": 1}) as s:
+        assert (await s.client.get_model()).max_context_tokens == 64
+        answer = await s.generate(text="x", stopping={"ignore_eos": True})
+        assert answer.finish.usage.prompt_tokens + len(answer.token_ids) == 64
+        with pytest.raises(InvalidRequest) as caught:
+            await s.generate(text="x", stopping={"max_tokens": 64})
+        assert caught.value.field == "stopping.max_tokens"
+
+
 async def test_a_seed_is_picked_and_returned_or_kept(serving: Any) -> None:
     async with serving() as s:
         kept = await s.generate(text="x", sampling={"seed": 2**64 - 1})
@@ -144,7 +156,17 @@ async def test_a_stop_string_across_tokens_ends_the_text_before_it(
         whole = tokenizer.encode(TEXT, add_special_tokens=False).ids
         lengths = [n for n in range(len(whole)) if stop[0] in tokenizer.decode(whole[:n])]
         assert answer.token_ids == whole[: lengths[0]]
-        assert answer.finish.usage.output_tokens == lengths[0]
+        usage = answer.finish.usage
+        assert usage.output_tokens == lengths[0]
+        # Decode was cancelled and told no sum: its counts are those of the steps that were seen,
+        # the last one as far as it belongs to the output.
+        num_steps, last = -(-(lengths[0] - 1) // step_tokens), (lengths[0] - 2) % step_tokens + 1
+        assert usage.emitted_tokens == usage.output_tokens - 1
+        assert usage.verify_steps == num_steps
+        assert usage.drafted_tokens == num_steps * (step_tokens - 1)
+        assert usage.accepted_tokens == (num_steps - 1) * (step_tokens - 1) + min(
+            last, step_tokens - 1
+        )
         await until(lambda: s.is_idle)
 
 
@@ -205,6 +227,28 @@ async def test_bad_input_gets_field_value_and_limit_and_the_next_request_works(
         assert s.prefill.engine.submitted == []
         assert (await s.generate(text="x")).text == TEXT
         assert s.is_idle
+
+
+UNREADABLE = {
+    "a surrogate": b"\x12\x03\xed\xa0\x80",
+    "a cut message": b"\x12\x7f\x00",
+    "noise": b"\xff" * 50,
+}
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_what_is_no_message_is_the_clients_fault_and_the_next_request_works(
+    serving: Any, method: str
+) -> None:
+    async with serving() as s, grpc.aio.insecure_channel(s.address) as channel:
+        call = channel.unary_stream(f"/hocket.v1.Generation/{method}")
+        for packed in UNREADABLE.values():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(call(packed)))
+            error = error_from_rpc(caught.value)
+            assert isinstance(error, InvalidRequest), error
+            assert error.field == "message"
+        assert (await s.generate(text="x")).text == TEXT
 
 
 async def test_what_a_client_sent_is_not_logged(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, normalizers, processors
 
 from control_plane.tokenizer import LONG_PROMPT_CHARACTERS, ModelTokenizer
 from control_plane.validation import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
@@ -145,4 +145,44 @@ def test_a_broken_file_is_named(tokenizer_folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        ModelTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "hello world " * 60, "é→世👧" * 90, "\0\x7f" * 50, " " * 300, "the fox" * 500]
+)
+async def test_no_text_that_fits_is_refused_for_its_length(
+    tokenizer_folder: Path, text: str
+) -> None:
+    tokenizer = ModelTokenizer(tokenizer_folder)
+    token_ids = await tokenizer.tokenize(TextPrompt(text))
+    assert await tokenizer.tokenize(TextPrompt(text), len(token_ids)) == token_ids
+
+
+async def test_a_text_that_surely_does_not_fit_is_refused_without_being_tokenised(
+    tokenizer_folder: Path,
+) -> None:
+    tokenizer = ModelTokenizer(tokenizer_folder)
+    tokenizer.backend = None  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match=r"3145728 characters.*at most 4095 tokens"):
+        await tokenizer.tokenize(TextPrompt("7" * (3 << 20)), 4095)
+
+
+async def test_a_normalizer_may_shorten_any_text(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder, folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = normalizers.Strip()
+    backend.save(str(folder / "tokenizer.json"))
+    assert len(await ModelTokenizer(folder).tokenize(TextPrompt("a" + " " * 10_000), 5)) <= 5
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
+def test_a_json_file_that_is_no_object_is_named(
+    tokenizer_folder: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer_folder, folder)
+    (folder / name).write_text("[1, 2]")
+    with pytest.raises(CheckpointError, match=f"{name} is not a JSON object"):
         ModelTokenizer(folder)

@@ -29,6 +29,7 @@ T = TypeVar("T")
 # Chunks of one block make a long prompt cross in many pieces.
 OVERRIDES = (
     "gateway.port=0",
+    "gateway.http_port=0",
     "prefill.chunk_tokens=64",
     "prefill.num_blocks=64",
     "decode.num_blocks=64",

@@ -12,8 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import openai
 import pytest
+from tokenizers import Tokenizer
 
 from hocket.errors import (
     HocketError,
@@ -124,6 +127,28 @@ def test_the_command_line_generates(up: Running) -> None:
     told = json.loads(done.stdout)
     assert len(told["token_ids"]) == told["usage"]["output_tokens"] <= 8
     assert told["hand_off"]["bytes"] > 0
+
+
+def test_openai_clients_get_the_same_output(
+    up: Running, checkpoint: Path, cases: list[Case], expected: list[tuple[int, ...]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    address = f"http://{up.serving.http_address}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["hocket-tiny"]
+        for case, token_ids in zip(cases, expected, strict=True):
+            chunks = client.completions.create(
+                model="hocket-tiny",
+                prompt=list(case.token_ids),
+                max_tokens=case.max_tokens,
+                temperature=case.temperature,
+                top_p=case.top_p,
+                seed=case.seed,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+            assert text == tokenizer.decode(token_ids)
 
 
 def test_a_killed_decode_worker_fails_its_request_soon_and_serves_again(
@@ -258,7 +283,8 @@ def test_a_signal_during_the_start_ends_all_too() -> None:
 
 def _up(*overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "hocket.cli", "up"]
-    for override in ("gateway.port=0", "cluster.startup_timeout_s=240", *overrides):
+    ports = ("gateway.port=0", "gateway.http_port=0")
+    for override in (*ports, "cluster.startup_timeout_s=240", *overrides):
         command += ["--set", override]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 

@@ -32,6 +32,7 @@ from hocket.types import (
     TokenLogprobs,
     Tokens,
     Usage,
+    VerifyStep,
     WorkerDescription,
 )
 
@@ -55,7 +56,14 @@ METADATA = st.dictionaries(TEXT, TEXT, max_size=3).map(lambda d: tuple(sorted(d.
 EVENT = st.one_of(
     st.builds(Begun, KEY, HANDLE),
     st.builds(Joined, KEY, U64, TEXT, U32, st.booleans()),
-    st.builds(Tokens, KEY, U32, IDS, st.lists(LOGPROBS, max_size=3).map(tuple)),
+    st.builds(
+        Tokens,
+        KEY,
+        U32,
+        IDS,
+        st.lists(LOGPROBS, max_size=3).map(tuple),
+        st.none() | st.builds(VerifyStep, U32, U32),
+    ),
     st.builds(Finished, KEY, REASON, USAGE),
     st.builds(Failed, KEY, st.integers(1, 16), TEXT, TEXT, st.booleans(), METADATA),
 )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import logging
+from urllib.request import urlopen
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from hocket.errors import ConfigError
 from hocket.telemetry import (
     DraftMetrics,
     GatewayMetrics,
     JsonFormatter,
+    MetricsPage,
     WorkerMetrics,
     configure_logging,
 )
@@ -77,3 +81,18 @@ def test_logging_goes_to_one_stream() -> None:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def test_a_page_shows_the_registry_until_it_is_closed() -> None:
+    registry = CollectorRegistry()
+    DraftMetrics(registry).add(DraftCounts(2, 3, (2,), (1,)))
+    page = MetricsPage(registry, "127.0.0.1", 0)
+    url = f"http://{page.address}/metrics"
+    text = urlopen(url, timeout=5).read().decode()
+    assert "hocket_acceptance_length 1.5" in text
+    assert 'hocket_draft_survival_rate{position="0"} 0.5' in text
+    with pytest.raises(ConfigError, match=f"telemetry.metrics_host.*{page.port}"):
+        MetricsPage(registry, "127.0.0.1", page.port)
+    page.close()
+    with pytest.raises(OSError, match="refused"):
+        urlopen(url, timeout=5)
