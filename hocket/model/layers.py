@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hocket.model.model_config import ModelConfig, YarnConfig
-from hocket.model.numerics import Numerics
+from hocket.model.numerics import Numerics, Weight
 
 
 class RMSNorm:
@@ -23,16 +23,24 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
-        self._shape = (weight.shape[0],)
+        self._width = weight.shape[0]
+        self._twice = torch.cat([weight, weight]) if weight.device.type == "cpu" else None
+        self._twice_shape = (2 * self._width,)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
+        if self._twice is None:
+            return F.rms_norm(x, (self._width,), self.weight, self.eps)
+        # PyTorch has no fused RMS norm on a CPU. But [x, -x] has mean 0 and variance mean(x^2), so
+        # that its layer norm, which is fused, begins with the RMS norm of x.
+        mirrored = torch.cat([x, x.neg()], -1)
+        normed = torch.layer_norm(mirrored, self._twice_shape, self._twice, None, self.eps)
+        return normed[..., : self._width]
 
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), with gate and up as one matrix [2I, H]."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, numerics: Numerics) -> None:
+    def __init__(self, gate_up: Weight, down: Weight, numerics: Numerics) -> None:
         self.gate_up = gate_up
         self.down = down
         self._numerics = numerics
@@ -69,8 +77,8 @@ class RotaryTable:
 
     def __call__(self, positions_T: torch.Tensor) -> Rotation:
         return Rotation(
-            F.embedding(positions_T, self.cos_PR)[:, None],
-            F.embedding(positions_T, self.sin_PR)[:, None],
+            torch.embedding(self.cos_PR, positions_T)[:, None],
+            torch.embedding(self.sin_PR, positions_T)[:, None],
         )
 
 

@@ -18,7 +18,7 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.model.attention import AttentionPlan, ExpandedSequence
 from hocket.model.layers import RMSNorm, Rotation
 from hocket.model.model_config import ModelConfig
-from hocket.model.numerics import Numerics
+from hocket.model.numerics import HeadWeights, Numerics, Weight
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,15 @@ class MLAWeights:
     parts, then all heads' rotary parts; rotary rows are halves, not neighbouring pairs.
     """
 
-    down: torch.Tensor
+    down: Weight
     latent_norm: RMSNorm
-    key_up_HDL: torch.Tensor
-    value_up_HVL: torch.Tensor
-    output: torch.Tensor
+    key_up: HeadWeights
+    """Per head [D, L]: moves a query into the latent space."""
+    value_up: HeadWeights
+    """Per head [L, V]: moves weighted latents out of it."""
+    output: Weight
     query_norm: RMSNorm | None = None
-    query_up: torch.Tensor | None = None
+    query_up: Weight | None = None
 
 
 class MLA:
@@ -49,8 +51,8 @@ class MLA:
         self.latent_norm = weights.latent_norm
         self.query_norm = weights.query_norm
         self.query_up = weights.query_up
-        self.key_up_HDL = weights.key_up_HDL
-        self.value_up_HVL = weights.value_up_HVL
+        self.key_up = weights.key_up
+        self.value_up = weights.value_up
         self.output = weights.output
         heads = config.num_heads
         self._nope_width = heads * config.qk_nope_head_dim
@@ -98,19 +100,20 @@ class MLA:
         rope, latent_width = config.qk_rope_head_dim, config.kv_lora_rank
         down = self._numerics.linear(x_TC, self.down)
         if self.query_up is None or self.query_norm is None:
-            query, turning, latent = down.split(
+            query, turning, latent = down.split_with_sizes(
                 [self._nope_width, self._rope_width + rope, latent_width], -1
             )
         else:
-            query_latent, key_rope, latent = down.split(
+            query_latent, key_rope, latent = down.split_with_sizes(
                 [down.shape[-1] - rope - latent_width, rope, latent_width], -1
             )
             query = self._numerics.linear(self.query_norm(query_latent), self.query_up)
-            query, query_rope = query.split([self._nope_width, self._rope_width], -1)
+            query, query_rope = query.split_with_sizes([self._nope_width, self._rope_width], -1)
             turning = torch.cat([query_rope, key_rope], -1)
-        turned = rotation.apply(turning.unflatten(-1, (heads + 1, rope)))
+        num_rows = x_TC.shape[0]
+        turned = rotation.apply(turning.view(num_rows, heads + 1, rope))
         entries_TW = torch.cat([self.latent_norm(latent), turned[:, heads]], -1)
-        return query.unflatten(-1, (heads, -1)), turned[:, :heads], entries_TW
+        return query.view(num_rows, heads, -1), turned[:, :heads], entries_TW
 
     def _attend_latent(
         self,
@@ -120,15 +123,11 @@ class MLA:
         entries_BNW: torch.Tensor,
     ) -> torch.Tensor:
         assert plan.latent is not None
-        # The up-projections may be fp32 though the model is not.
-        dtype = self.key_up_HDL.dtype
-        absorbed = self._numerics.per_head(query_THD.to(dtype), self.key_up_HDL)
-        query_THW = torch.cat([absorbed, query_THR.to(dtype)], -1)
+        absorbed = self._numerics.per_head(query_THD, self.key_up)
+        query_THW = torch.cat([absorbed, query_THR.to(absorbed.dtype)], -1)
         width = self._config.kv_lora_rank
         latent_THL = plan.latent.attend(query_THW, entries_BNW, width, self._scale)
-        value_up_HLV = self.value_up_HVL.transpose(1, 2)
-        result_THV = self._numerics.per_head(latent_THL.to(dtype), value_up_HLV)
-        return result_THV.to(query_THD.dtype)
+        return self._numerics.per_head(latent_THL, self.value_up).to(query_THD.dtype)
 
     def _attend_expanded(
         self, query_QHE: torch.Tensor, part: ExpandedSequence, entries_BNW: torch.Tensor
@@ -139,8 +138,10 @@ class MLA:
         latent_ML = context_MW[:, : config.kv_lora_rank]
         key_rope = context_MW[:, None, config.kv_lora_rank :].expand(-1, config.num_heads, -1)
         dtype = latent_ML.dtype
-        keys = self._numerics.linear(latent_ML, self.key_up_HDL.flatten(0, 1).to(dtype))
-        values = self._numerics.linear(latent_ML, self.value_up_HVL.flatten(0, 1).to(dtype))
+        key_up_HDL, value_up_HLV = self.key_up.weight_HDE, self.value_up.weight_HDE
+        keys = self._numerics.linear(latent_ML, key_up_HDL.flatten(0, 1).to(dtype))
+        value_up_HVL = value_up_HLV.transpose(1, 2)
+        values = self._numerics.linear(latent_ML, value_up_HVL.flatten(0, 1).to(dtype))
         key_MHD = keys.unflatten(-1, (config.num_heads, -1))
         value_MHV = values.unflatten(-1, (config.num_heads, -1))
         key_MHE = torch.cat([key_MHD, key_rope], -1)

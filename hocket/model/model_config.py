@@ -338,8 +338,12 @@ class _Reader:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"No file {path}; a checkpoint needs it.", path=path) from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.", path=path) from error
+    if not isinstance(content, dict):
+        found = type(content).__name__
+        raise CheckpointError(f"{path} holds a JSON {found}; it must hold an object.", path=path)
+    return cast("dict[str, Any]", content)

@@ -16,7 +16,8 @@ import torch
 
 from hocket.model.layers import GatedMLP
 from hocket.model.model_config import ModelConfig
-from hocket.model.numerics import Numerics
+from hocket.model.numerics import Numerics, Weight
+from hocket.model.row_tables import RowTable
 from hocket.parallel.expert_dispatch import ExpertRows, TokenDispatcher
 
 
@@ -42,9 +43,9 @@ class Router:
         experts_TK = choice_TE.topk(config.experts_per_token, dim=-1).indices
         weights_TK = scores_TE.gather(1, experts_TK)
         if config.norm_topk_prob:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            weights_TK.div_(weights_TK.sum(-1, keepdim=True).add_(1e-20))
         if config.routed_scaling_factor != 1.0:
-            weights_TK = weights_TK * config.routed_scaling_factor
+            weights_TK.mul_(config.routed_scaling_factor)
         return weights_TK, experts_TK
 
     def _keep_best_groups(self, choice_TE: torch.Tensor) -> torch.Tensor:
@@ -60,8 +61,8 @@ class Router:
 class Expert:
     """One expert's matrices: gate_up [2I, H], down [H, I], ready for `Numerics.linear`."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
 
 class Experts:
@@ -92,6 +93,73 @@ class Experts:
         )
 
 
+class ExpertTables:
+    """The experts of one rank as two tables, for steps of few rows per expert.
+
+    The shared experts, cut to the width of a routed one, follow the routed ones: a step of very
+    few tokens takes them along as experts that everyone chooses with weight 1.
+    """
+
+    MAX_ROWS_PER_EXPERT = 5
+    """With more rows per expert on average, real products pay."""
+    MAX_TOKENS_WITH_SHARED = 2
+    MAX_UNSORTED_TOKENS = 4
+
+    def __init__(
+        self,
+        experts: list[tuple[torch.Tensor, torch.Tensor]],
+        num_shared: int,
+        num_chosen: int,
+        numerics: Numerics,
+    ) -> None:
+        """`experts` is (gate_up [2I, H], down [H, I]) of each, the last `num_shared` shared."""
+        num_routed = len(experts) - num_shared
+        self.max_tokens = self.MAX_ROWS_PER_EXPERT * num_routed // num_chosen
+        self.takes_shared = num_shared > 0
+        max_products = self.max_tokens * num_chosen + self.MAX_TOKENS_WITH_SHARED * num_shared
+        self._gate_up = RowTable([gate_up for gate_up, _ in experts], max_products)
+        self._down = RowTable([down for _, down in experts], max_products)
+        shape = (self.MAX_TOKENS_WITH_SHARED, num_shared)
+        self._shared_TS = torch.arange(num_routed, len(experts)).expand(shape).contiguous()
+        self._ones_TS = torch.ones(shape)
+        self._numerics = numerics
+
+    def with_shared(
+        self, weights_TK: torch.Tensor, experts_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's choice with the shared experts behind it."""
+        num_tokens = weights_TK.shape[0]
+        weights_TK = torch.cat([weights_TK, self._ones_TS[:num_tokens]], -1)
+        return weights_TK, torch.cat([experts_TK, self._shared_TS[:num_tokens]], -1)
+
+    def __call__(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """sum over k of weight * expert(x), [T, H]."""
+        num_tokens, num_chosen = experts_TK.shape
+        if num_tokens > self.MAX_UNSORTED_TOKENS:
+            return self._sorted(x_TH, weights_TK, experts_TK)
+        x_TKH = x_TH[:, None].expand(-1, num_chosen, -1)
+        x_R1H = x_TKH.reshape(num_tokens * num_chosen, 1, -1)
+        gated_RI = self._numerics.gated(self._gate_up.sums(x_R1H, experts_TK.view(-1, 1)))
+        gated_TKI = gated_RI.view(num_tokens, num_chosen, -1).mul_(weights_TK[..., None])
+        return self._down.sums(gated_TKI, experts_TK)
+
+    def _sorted(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows sorted by expert: one reads its matrices from memory, the next from the cache."""
+        experts_R, order_R = experts_TK.view(-1).sort()
+        tokens_R = order_R.div(experts_TK.shape[1], rounding_mode="floor")
+        x_R1H = x_TH.index_select(0, tokens_R)[:, None]
+        gated_RI = self._numerics.gated(self._gate_up.sums(x_R1H, experts_R[:, None]))
+        result_RH = self._down.sums(gated_RI[:, None], experts_R[:, None])
+        result_TKH = torch.empty_like(result_RH, dtype=torch.float32)
+        result_TKH.index_copy_(0, order_R, result_RH.float())
+        result_TKH = result_TKH.view(*experts_TK.shape, -1)
+        return torch.bmm(weights_TK[:, None], result_TKH)[:, 0].to(x_TH.dtype)
+
+
 class MoE:
     """Routed experts plus shared experts that every token takes."""
 
@@ -102,19 +170,37 @@ class MoE:
         shared: GatedMLP | None,
         dispatcher: TokenDispatcher,
         numerics: Numerics,
+        tables: ExpertTables | None = None,
     ) -> None:
+        """`tables` holds the same experts once more; only for a rank that owns them all."""
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.tables = tables
         self._dispatcher = dispatcher
         self._row_tile = numerics.row_tile
 
     def __call__(self, x_TH: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[T, H]; rows from `num_tokens` on are padding and skip the routed experts."""
         weights_TK, experts_TK = self.router(x_TH)
+        if self.tables is not None and num_tokens <= self.tables.max_tokens:
+            return self._by_tables(self.tables, x_TH, weights_TK, experts_TK)
         weights_TK, experts_TK = weights_TK[:num_tokens], experts_TK[:num_tokens]
         rows = self._dispatcher.dispatch(x_TH, experts_TK, self._row_tile)
         routed_TH = self._dispatcher.combine(self.experts(rows), rows, weights_TK)
         out_TH = torch.zeros_like(x_TH) if self.shared is None else self.shared(x_TH)
         out_TH[:num_tokens].add_(routed_TH)
         return out_TH
+
+    def _by_tables(
+        self,
+        tables: ExpertTables,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+    ) -> torch.Tensor:
+        if self.shared is None:
+            return tables(x_TH, weights_TK, experts_TK)
+        if tables.takes_shared and x_TH.shape[0] <= tables.MAX_TOKENS_WITH_SHARED:
+            return tables(x_TH, *tables.with_shared(weights_TK, experts_TK))
+        return tables(x_TH, weights_TK, experts_TK).add_(self.shared(x_TH))

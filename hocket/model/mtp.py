@@ -18,7 +18,8 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.model.attention import AttentionPlan
 from hocket.model.decoder_layer import DecoderLayer
 from hocket.model.layers import RMSNorm, Rotation
-from hocket.model.numerics import Numerics
+from hocket.model.numerics import Numerics, Weight
+from hocket.model.packed_head import PackedHead
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class MTPParts:
 
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
-    projection: torch.Tensor
+    projection: Weight
     layer: DecoderLayer
     output_norm: RMSNorm
     embedding: torch.Tensor
-    head: torch.Tensor
+    head: torch.Tensor | PackedHead
 
 
 class MTPModule:

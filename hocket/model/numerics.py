@@ -13,12 +13,42 @@ Shape letters: T rows, K inputs, N outputs, H heads, D and E a head's inputs and
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from hocket.model.row_tables import START_BYTES, RowTable, can_tabulate
+
 ROW_TILE = 8
+MAX_HEAD_ROWS = 2
+"""Up to this many rows tables are faster for the heads' products than a batched product."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix [N, K] laid out for a CPU's products."""
+
+    packed: torch.Tensor
+    """oneDNN's own layout."""
+    table: RowTable | None
+    """For few rows, where the matrix is small and the mode is fast."""
+    max_table_rows: int = 0
+
+
+Weight = torch.Tensor | PackedWeight
+"""What `Numerics.linear` multiplies by."""
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """One matrix per head, made by `pack_heads`."""
+
+    weight_HDE: torch.Tensor
+    """fp32 on a CPU, where the batched product is fastest in it, and in batch-invariant mode."""
+    table: RowTable | None
+    """For up to `MAX_HEAD_ROWS` rows, as in `PackedWeight`."""
 
 
 class Numerics(Protocol):
@@ -28,12 +58,12 @@ class Numerics(Protocol):
     """Rows come in multiples of this."""
     is_batch_invariant: bool
 
-    def linear(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def linear(self, x_TK: torch.Tensor, weight_NK: Weight) -> torch.Tensor:
         """x @ weight.T, [T, N]. The weight may have been through `pack`."""
         ...
 
-    def per_head(self, x_THD: torch.Tensor, weight_HDE: torch.Tensor) -> torch.Tensor:
-        """Each head's own product, [T, H, E]."""
+    def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
+        """Each head's own product, [T, H, E], in the dtype of `x_THD` or the weights'."""
         ...
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,13 +81,19 @@ class FastNumerics:
     row_tile = 1
     is_batch_invariant = False
 
-    def linear(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        if weight_NK.is_mkldnn:
-            return _packed_linear(x_TK, weight_NK)
-        return F.linear(x_TK, weight_NK)
+    def linear(self, x_TK: torch.Tensor, weight_NK: Weight) -> torch.Tensor:
+        if isinstance(weight_NK, torch.Tensor):
+            return F.linear(x_TK, weight_NK)
+        if weight_NK.table is not None and x_TK.shape[0] <= weight_NK.max_table_rows:
+            return weight_NK.table.linear(x_TK)
+        return _packed_linear(x_TK, weight_NK.packed)
 
-    def per_head(self, x_THD: torch.Tensor, weight_HDE: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x_THD.transpose(0, 1), weight_HDE).transpose(0, 1)
+    def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
+        if weights.table is not None and x_THD.shape[0] <= MAX_HEAD_ROWS:
+            return weights.table.each(x_THD)
+        weight_HDE = weights.weight_HDE
+        x_HTD = x_THD.transpose(0, 1).to(weight_HDE.dtype)
+        return torch.bmm(x_HTD, weight_HDE).transpose(0, 1)
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(x)
@@ -73,23 +109,25 @@ class InvariantNumerics:
     row_tile = ROW_TILE
     is_batch_invariant = True
 
-    def linear(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def linear(self, x_TK: torch.Tensor, weight_NK: Weight) -> torch.Tensor:
         num_tiles, rest = divmod(x_TK.shape[0], ROW_TILE)
         assert rest == 0, f"{x_TK.shape[0]} rows are no multiple of {ROW_TILE}"
-        if x_TK.dtype == torch.float32:
+        if isinstance(weight_NK, torch.Tensor) and x_TK.dtype == torch.float32:
             # One product per tile: the batched kernel never splits a product over threads.
             tiles = x_TK.reshape(num_tiles, ROW_TILE, -1)
             return torch.bmm(tiles, weight_NK.t().expand(num_tiles, -1, -1)).flatten(0, 1)
-        product = _packed_linear if weight_NK.is_mkldnn else F.linear
-        if num_tiles == 1:
-            return product(x_TK, weight_NK)
-        return torch.cat([product(tile, weight_NK) for tile in x_TK.split(ROW_TILE)])
+        tiles = x_TK.split(ROW_TILE)
+        if isinstance(weight_NK, torch.Tensor):
+            products = [F.linear(tile, weight_NK) for tile in tiles]
+        else:
+            products = [_packed_linear(tile, weight_NK.packed) for tile in tiles]
+        return products[0] if num_tiles == 1 else torch.cat(products)
 
-    def per_head(self, x_THD: torch.Tensor, weight_HDE: torch.Tensor) -> torch.Tensor:
+    def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
         assert x_THD.shape[0] % ROW_TILE == 0, f"{x_THD.shape[0]} rows, tile {ROW_TILE}"
         tiles = [
-            torch.bmm(tile_RHD.transpose(0, 1), weight_HDE).transpose(0, 1)
-            for tile_RHD in x_THD.split(ROW_TILE)
+            torch.bmm(tile_RHD.transpose(0, 1), weights.weight_HDE).transpose(0, 1)
+            for tile_RHD in x_THD.to(weights.weight_HDE.dtype).split(ROW_TILE)
         ]
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
@@ -114,13 +152,13 @@ def numerics_revision(batch_invariant: bool, device: torch.device) -> str:
     The thread count does not: no product is ever split over threads.
     """
     if not batch_invariant:
-        return "1-fast"
+        return "2-fast"
     if device.type == "cpu":
         kernels = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     else:
         kernels = torch.cuda.get_device_name(device)
     version = ".".join(torch.__version__.split(".")[:2])
-    return f"1-invariant ({kernels}, torch {version})"
+    return f"2-invariant ({kernels}, torch {version})"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -134,14 +172,29 @@ def can_pack(weight: torch.Tensor) -> bool:
     )
 
 
-def pack(weight_NK: torch.Tensor) -> torch.Tensor:
+def pack(weight_NK: torch.Tensor, with_table: bool = False) -> Weight:
     """The weight laid out for oneDNN, once, instead of at every call: twice as fast for few rows
-    and equal bit for bit. Returned as it is where that is not possible. Only `Numerics.linear`
-    can use the result."""
+    and equal bit for bit; `with_table` adds a table if that pays. Returned as it is where oneDNN
+    does not serve. Only `Numerics.linear` can use the result."""
     if not can_pack(weight_NK):
         return weight_NK
-    return torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), ROW_TILE)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), ROW_TILE)
+    if not (with_table and can_tabulate(weight_NK)):
+        return PackedWeight(packed, None)
+    # A table reads the matrix once a row; in the time oneDNN takes to start, START_BYTES of it.
+    max_rows = min(1 + START_BYTES // weight_NK.nbytes, ROW_TILE)
+    return PackedWeight(packed, RowTable([weight_NK], max_rows), max_rows)
 
 
-def _packed_linear(x_TK: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_TK, weight, None, "none", [], "")
+def pack_heads(weight_HED: torch.Tensor, is_fp32: bool, with_table: bool) -> HeadWeights:
+    """One matrix [E, D] per head, in fp32 if so wanted; `with_table` as in `pack`."""
+    weight_HDE = weight_HED.transpose(1, 2)
+    table = None
+    if with_table and can_tabulate(weight_HED[0]):
+        table = RowTable(list(weight_HED), MAX_HEAD_ROWS * weight_HED.shape[0])
+    dtype = torch.float32 if is_fp32 else weight_HED.dtype
+    return HeadWeights(weight_HDE.to(dtype).contiguous(), table)
+
+
+def _packed_linear(x_TK: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_TK, packed, None, "none", [], "")

@@ -23,17 +23,18 @@ from hocket.model.layers import RMSNorm, RotaryTable, Rotation, pad_rows
 from hocket.model.model_config import BLOCK_TOKENS, ModelConfig
 from hocket.model.mtp import MTPModule
 from hocket.model.numerics import Numerics, numerics_revision
+from hocket.model.packed_head import PackedHead
 from hocket.model.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
 class TransformerParts:
-    """What `weights` reads: embedding [V, H], layers, norm, fp32 head [V, H], MTP module."""
+    """What `weights` reads: embedding [V, H], layers, norm, head [V, H] fp32 or packed, MTP."""
 
     embedding: torch.Tensor
     layers: list[DecoderLayer]
     final_norm: RMSNorm
-    head: torch.Tensor
+    head: torch.Tensor | PackedHead
     mtp: MTPModule | None
 
 
@@ -126,7 +127,9 @@ class Transformer(nn.Module):
         assert self.mtp is not None, "this checkpoint has no MTP module"
         return self._head(z_NH, self.mtp.head)
 
-    def _head(self, hidden_NH: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:
+    def _head(self, hidden_NH: torch.Tensor, head_VH: torch.Tensor | PackedHead) -> torch.Tensor:
+        if isinstance(head_VH, PackedHead):
+            return head_VH(hidden_NH)
         num_rows = hidden_NH.shape[0]
         rows = pad_rows(hidden_NH.to(head_VH.dtype), self._numerics.row_tile)
         return self._numerics.linear(rows, head_VH)[:num_rows].float()

@@ -23,9 +23,11 @@ from hocket.model.decoder_layer import DecoderLayer
 from hocket.model.layers import GatedMLP, RMSNorm
 from hocket.model.mla import MLA, MLAWeights
 from hocket.model.model_config import ModelConfig
-from hocket.model.moe import Expert, Experts, MoE, Router
+from hocket.model.moe import Expert, Experts, ExpertTables, MoE, Router
 from hocket.model.mtp import MTPModule, MTPParts
-from hocket.model.numerics import Numerics, numerics_for, pack
+from hocket.model.numerics import HeadWeights, Numerics, Weight, numerics_for, pack, pack_heads
+from hocket.model.packed_head import PackedHead, can_pack_head
+from hocket.model.row_tables import can_tabulate
 from hocket.model.transformer import Transformer, TransformerParts
 from hocket.parallel.expert_dispatch import LocalDispatcher, TokenDispatcher
 
@@ -83,17 +85,20 @@ class _Loader:
         config = self.config
         embedding = self.read(names.EMBEDDING)
         head = embedding if config.tie_word_embeddings else self.read(names.LM_HEAD)
-        head = head.to(torch.float32)
-        layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
-        mtp = self.mtp(embedding, head) if config.num_mtp_layers else None
+        packed_head = self.packed_head(head)
         parts = TransformerParts(
             embedding=embedding,
-            layers=layers,
+            layers=[self.decoder_layer(layer) for layer in range(config.num_layers)],
             final_norm=self.norm(names.FINAL_NORM),
-            head=head,
-            mtp=mtp,
+            head=packed_head,
+            mtp=self.mtp(embedding, head, packed_head) if config.num_mtp_layers else None,
         )
         return Transformer(config, parts, self.numerics)
+
+    def packed_head(self, head: torch.Tensor) -> torch.Tensor | PackedHead:
+        if not self.numerics.is_batch_invariant and can_pack_head(head):
+            return PackedHead(head)
+        return head.float()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self.checkpoint.read(name)
@@ -114,20 +119,24 @@ class _Loader:
         )
 
     def mlp(self, prefix: str) -> GatedMLP:
-        return GatedMLP(*self.gated_pair(prefix), self.numerics)
+        gate_up, down = self.gated_pair(prefix)
+        return GatedMLP(self.pack(gate_up), self.pack(down), self.numerics)
 
     def gated_pair(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up as one matrix, and down."""
         gate = self.read(f"{prefix}gate_proj.weight")
         up = self.read(f"{prefix}up_proj.weight")
-        return pack(torch.cat([gate, up])), pack(self.read(f"{prefix}down_proj.weight"))
+        return torch.cat([gate, up]), self.read(f"{prefix}down_proj.weight")
+
+    def pack(self, weight: torch.Tensor) -> Weight:
+        return pack(weight, with_table=not self.numerics.is_batch_invariant)
 
     def moe(self, prefix: str) -> MoE:
         config = self.config
-        experts = [
-            Expert(*self.gated_pair(f"{prefix}experts.{expert}."))
-            for expert in range(config.num_experts)
+        matrices = [
+            self.gated_pair(f"{prefix}experts.{expert}.") for expert in range(config.num_experts)
         ]
+        experts = [Expert(pack(gate_up), pack(down)) for gate_up, down in matrices]
         router = Router(
             config,
             self.read(f"{prefix}gate.weight", torch.float32),
@@ -135,7 +144,29 @@ class _Loader:
             self.numerics,
         )
         shared = self.mlp(f"{prefix}shared_experts.") if config.num_shared_experts else None
-        return MoE(router, Experts(experts, self.numerics), shared, self.dispatcher, self.numerics)
+        tables = self.expert_tables(matrices, prefix) if self.wants_tables(*matrices[0]) else None
+        experts = Experts(experts, self.numerics)
+        return MoE(router, experts, shared, self.dispatcher, self.numerics, tables)
+
+    def wants_tables(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+        is_here = isinstance(self.dispatcher, LocalDispatcher)
+        is_small = can_tabulate(gate_up) and can_tabulate(down)
+        return is_here and is_small and not self.numerics.is_batch_invariant
+
+    def expert_tables(
+        self, experts: list[tuple[torch.Tensor, torch.Tensor]], prefix: str
+    ) -> ExpertTables:
+        """The routed experts' matrices and those of the shared ones, cut to the same width."""
+        config = self.config
+        if config.num_shared_experts:
+            gate_up, down = self.gated_pair(f"{prefix}shared_experts.")
+            gates, ups = (half.chunk(config.num_shared_experts) for half in gate_up.chunk(2))
+            downs = down.chunk(config.num_shared_experts, dim=1)
+            pairs = zip(gates, ups, downs, strict=True)
+            experts = experts + [(torch.cat([gate, up]), down) for gate, up, down in pairs]
+        return ExpertTables(
+            experts, config.num_shared_experts, config.experts_per_token, self.numerics
+        )
 
     def mla(self, prefix: str) -> MLA:
         config = self.config
@@ -153,20 +184,22 @@ class _Loader:
             first = self.read(f"{prefix}q_a_proj.weight")
             query_norm = self.norm(f"{prefix}q_a_layernorm.weight", _LOW_RANK_NORM_EPS)
         kv_up = self.read(f"{prefix}kv_b_proj.weight").unflatten(0, (heads, -1))
-        if self.numerics.is_batch_invariant or self.device.type == "cpu":
-            # Small products are fastest in fp32 on a CPU, and exact enough to be compared.
-            kv_up = kv_up.float()
         key_up_HDL, value_up_HVL = kv_up.split([nope, config.v_head_dim], dim=1)
+        key_up_HLD = key_up_HDL.transpose(1, 2)
         weights = MLAWeights(
-            down=pack(torch.cat([first, key_rope_rows, latent_rows])),
+            down=self.pack(torch.cat([first, key_rope_rows, latent_rows])),
             latent_norm=self.norm(f"{prefix}kv_a_layernorm.weight", _LOW_RANK_NORM_EPS),
-            key_up_HDL=key_up_HDL.contiguous(),
-            value_up_HVL=value_up_HVL.contiguous(),
-            output=pack(self.read(f"{prefix}o_proj.weight")),
+            key_up=self.pack_heads(key_up_HLD),
+            value_up=self.pack_heads(value_up_HVL),
+            output=self.pack(self.read(f"{prefix}o_proj.weight")),
             query_norm=query_norm,
-            query_up=None if query_norm is None else pack(query),
+            query_up=None if query_norm is None else self.pack(query),
         )
         return MLA(config, weights, self.numerics)
+
+    def pack_heads(self, weight_HED: torch.Tensor) -> HeadWeights:
+        is_fp32 = self.numerics.is_batch_invariant or self.device.type == "cpu"
+        return pack_heads(weight_HED, is_fp32, with_table=not self.numerics.is_batch_invariant)
 
     def halves(self, rows_HRX: torch.Tensor) -> torch.Tensor:
         """Rotary rows with each pair's first elements before the second ones."""
@@ -174,17 +207,21 @@ class _Loader:
             return rows_HRX
         return torch.cat([rows_HRX[:, 0::2], rows_HRX[:, 1::2]], dim=1)
 
-    def mtp(self, embedding: torch.Tensor, head: torch.Tensor) -> MTPModule:
+    def mtp(
+        self, embedding: torch.Tensor, head: torch.Tensor, packed_head: torch.Tensor | PackedHead
+    ) -> MTPModule:
+        """`packed_head` is the main model's, to be shared unless the module's own differs."""
         layer = self.config.num_layers
         prefix = names.layer_prefix(layer)
+        own_head = self.own_or_shared(f"{prefix}shared_head.head.weight", head)
         parts = MTPParts(
             embedding_norm=self.norm(f"{prefix}enorm.weight"),
             hidden_norm=self.norm(f"{prefix}hnorm.weight"),
-            projection=pack(self.read(f"{prefix}eh_proj.weight")),
+            projection=self.pack(self.read(f"{prefix}eh_proj.weight")),
             layer=self.decoder_layer(layer),
             output_norm=self.norm(f"{prefix}shared_head.norm.weight"),
             embedding=self.own_or_shared(f"{prefix}embed_tokens.weight", embedding),
-            head=self.own_or_shared(f"{prefix}shared_head.head.weight", head),
+            head=packed_head if own_head is head else self.packed_head(own_head),
         )
         return MTPModule(parts, self.numerics)
 
@@ -192,5 +229,5 @@ class _Loader:
         """The module's own matrix, or the main model's where it is absent or equal."""
         if name not in self.checkpoint:
             return shared
-        own = self.read(name).to(shared.dtype)
+        own = self.read(name)
         return shared if torch.equal(own, shared) else own

@@ -73,9 +73,11 @@ def test_newer_rope_parameters_are_read_too(variants: dict[str, ModelConfig]) ->
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         ModelConfig.from_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        ModelConfig.from_checkpoint(tmp_path)
+    broken = {b"{": "not valid JSON", b"\xff": "not valid JSON", b"[1]": "JSON list"}
+    for content, fault in broken.items():
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=fault):
+            ModelConfig.from_checkpoint(tmp_path)
 
 
 def test_the_generation_config_names_the_end_tokens(
