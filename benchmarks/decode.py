@@ -7,14 +7,14 @@ Three workloads (benchmarks/README.md says what each shows): `tiny`, the embedde
 drafts on text it never saw; `peers`, a random 107 M model of the shape on which other engines were
 measured; `large`, a random model whose weights exceed the last-level cache. On random models the
 continuation is scripted and drafts of known accuracy are injected (SYNTHETIC: the cost of drafting
-is real, its result is not). Both engines decode prompts of the same length in the same run.
+is real, its result is not). Transformers decodes prompts of the same length, step by step in turn
+with Hocket.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import platform
@@ -23,11 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from decode_report import HEADER, Options, Point, format_point
+from decode_transformers import WARM_UP_STEPS, measure_transformers
 from decode_workloads import (
     WORKLOADS,
     ForcedSampler,
@@ -48,50 +50,6 @@ from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
 from hocket.types import DraftCounts, RequestKey, SamplingParams, StoppingParams
-
-WARM_UP_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to measure; `steps` is timed decode steps per point, `accuracy` of injected drafts."""
-
-    batches: tuple[int, ...]
-    drafts: tuple[int, ...]
-    steps: int
-    accuracy: float
-    temperature: float
-    dtype: str
-    is_invariant: bool
-
-
-@dataclass(frozen=True)
-class Point:
-    """One engine at one batch size. Times are medians in milliseconds, speeds in tokens/s.
-
-    `t_step_1` is a whole plain step, `t_verify` and `t_draft` are the bare passes (main model and
-    sampling over k + 1 tokens, MTP module and sampling over 1 token a sequence); `ceiling` is
-    AL * t_step_1 / (t_verify + k * t_draft).
-    """
-
-    engine: str
-    batch: int
-    k: int = 0
-    step_ms: float = 0.0
-    tokens_per_s: float = 0.0
-    acceptance_length: float = 1.0
-    acceptance_rate: float = 0.0
-    survival: tuple[float, ...] = ()
-    t_step_1_ms: float = 0.0
-    t_verify_ms: float = 0.0
-    t_draft_ms: float = 0.0
-    gain: float = 1.0
-    ceiling: float = 1.0
-    prefill_tokens_per_s: float = 0.0
-
-    @property
-    def share_of_ceiling(self) -> float:
-        return self.gain / self.ceiling
 
 
 def measure_hocket(model: Transformer, workload: Workload, options: Options) -> list[Point]:
@@ -227,54 +185,13 @@ def time_draft_pass(runner: ModelRunner, sequences: Sequence[RunningSequence]) -
     return timed(run_once)
 
 
-def measure_transformers(path: Path, workload: Workload, options: Options) -> list[Point]:
-    """Greedy or sampled `generate` of Hugging Face transformers on the same checkpoint."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # its load report lists the MTP tensors that it does not use
-    logging.disable_progress_bar()
-    dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    points: list[Point] = []
-    for batch in options.batches:
-        prompts = prompts_of(workload, batch, model.config.vocab_size)
-        clock = _StepClock()
-        num_tokens = options.steps + WARM_UP_STEPS
-        start = time.perf_counter()
-        cast(Any, model).generate(
-            torch.tensor(prompts),
-            attention_mask=torch.ones(batch, workload.prompt_tokens, dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=options.temperature > 0,
-            pad_token_id=0,
-            stopping_criteria=[clock],
-        )
-        times = clock.times[WARM_UP_STEPS - 1 :]
-        step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
-        point = Point(
-            engine="transformers",
-            batch=batch,
-            step_ms=step_s * 1e3,
-            tokens_per_s=batch / step_s,
-            t_step_1_ms=step_s * 1e3,
-            prefill_tokens_per_s=batch * workload.prompt_tokens / (clock.times[0] - start),
-        )
-        points.append(point)
-        print(f"  {format_point(point)}", file=sys.stderr, flush=True)
-    return points
-
-
-class _StepClock:
-    """A stopping criterion that never stops and notes when each step ended."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+def plain_step(
+    model: Transformer, workload: Workload, options: Options, batch: int
+) -> Callable[[], object]:
+    """Takes one plain step of `batch` sequences, which are prefilled here."""
+    runner, sequences = start_sequences(model, workload, options, batch, 0)
+    runner.prefill([PrefillChunk(s, s.prompt_tokens) for s in sequences])
+    return lambda: runner.decode(sequences, [0] * batch)
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -284,29 +201,11 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-HEADER = (
-    f"{'engine':13}{'batch':>6}{'k':>3}{'tok/s':>9}{'step ms':>9}{'AL':>6}{'acc':>6}"
-    f"{'t_step(1)':>10}{'t_verify':>9}{'t_draft':>8}{'gain':>6}{'ceiling':>8}{'ratio':>6}"
-)
-
-
-def format_point(point: Point) -> str:
-    row = (
-        f"{point.engine:13}{point.batch:6d}{point.k:3d}{point.tokens_per_s:9.1f}"
-        f"{point.step_ms:9.2f}{point.acceptance_length:6.2f}{point.acceptance_rate:6.2f}"
-    )
-    if point.k == 0:
-        return row
-    return row + (
-        f"{point.t_step_1_ms:10.2f}{point.t_verify_ms:9.2f}{point.t_draft_ms:8.2f}"
-        f"{point.gain:6.2f}{point.ceiling:8.2f}{point.share_of_ceiling:6.2f}"
-    )
-
-
 def run_workload(
     workload: Workload, options: Options, with_transformers: bool, folder: Path
 ) -> dict[str, Any]:
     """Measure one workload, print its table, return its JSON."""
+    gc.collect()  # the models before this one
     path = prepare_checkpoint(workload, folder)
     drafts = f"injected, accuracy {options.accuracy}" if workload.is_synthetic else "its own"
     text = f"{workload.name}: {workload.shows}; drafts: {drafts}"
@@ -316,10 +215,10 @@ def run_workload(
     )
     num_parameters = count_parameters(path)
     points = measure_hocket(model, workload, options)
-    del model
-    gc.collect()
     if with_transformers:
-        points += measure_transformers(path, workload, options)
+        points += measure_transformers(
+            path, workload, options, lambda batch: plain_step(model, workload, options, batch)
+        )
     print(
         f"\n{text}\n{num_parameters / 1e6:.0f} M parameters, {options.dtype}, temperature "
         f"{options.temperature}, prompts of {workload.prompt_tokens} tokens\n{HEADER}"
