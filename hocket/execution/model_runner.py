@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import ConfigError, InternalError
+from hocket.execution.damage import refuse_nan
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence
 from hocket.execution.speculation import DraftSource, append_until_finished, count_accepted
@@ -88,7 +89,7 @@ class ModelRunner:
             assert 0 < chunk.num_tokens <= sequence.num_tokens - first, (chunk.num_tokens, first)
             self._assert_capacity(sequence, min(end + 1, sequence.num_tokens))
             parts.append((sequence.token_ids[first:end], first, sequence.block_table))
-        hidden_TH = self.model.forward(StepInputs.build(parts, self.cache.device), self.cache)
+        hidden_TH = self._forward(parts)
         if self.model.has_mtp:
             self._write_mtp_entries(chunks, hidden_TH)
 
@@ -157,7 +158,7 @@ class ModelRunner:
             parts.append((tokens, sequence.num_computed, sequence.block_table))
             params += [sequence.sampling] * len(tokens)
             positions += range(sequence.num_tokens, sequence.num_tokens + len(tokens))
-        hidden_TH = self.model.forward(StepInputs.build(parts, self.cache.device), self.cache)
+        hidden_TH = self._forward(parts)
         logits_TV = self.model.logits(hidden_TH)
         sampled_T = self._sample(logits_TV, params, positions)
         sampled = sampled_T.tolist()
@@ -205,6 +206,13 @@ class ModelRunner:
         if len(data) != expected_bytes:
             raise InternalError(f"a hidden state has {len(data)} bytes, expected {expected_bytes}")
         return torch.frombuffer(bytearray(data), dtype=dtype).to(self.cache.device)
+
+    def _forward(self, parts: list[SequenceInput]) -> Tensor:
+        """One main pass, [T, H]. Raises InternalError on NaN."""
+        inputs = StepInputs.build(parts, self.cache.device)
+        hidden_TH = self.model.forward(inputs, self.cache)
+        refuse_nan(hidden_TH, inputs.query_lengths, inputs.host_block_tables, self.cache)
+        return hidden_TH
 
     def _first_tokens(
         self, ends: Seq[tuple[Sequence, int]], hidden_TH: Tensor

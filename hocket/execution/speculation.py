@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import ConfigError
+from hocket.execution.damage import refuse_nan
 from hocket.execution.noise import position_uniform
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence
@@ -102,6 +103,8 @@ class MTPDraftSource:
                 hidden_SH = hidden_SH[torch.tensor(keep, device=hidden_SH.device)]
             if depth > 0:
                 hidden_SH = self._advance([(sequences[r], drafts[r]) for r in rows], hidden_SH)
+            tables = [sequences[row].block_table for row in rows]
+            refuse_nan(hidden_SH, [1] * len(rows), tables, self._cache)
             tokens_S = self._sampler.sample(
                 self._model.mtp_logits(hidden_SH),
                 [sequences[row].sampling for row in rows],

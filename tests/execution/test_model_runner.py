@@ -219,6 +219,27 @@ def test_a_step_that_raises_leaves_its_sequences_as_they_were_and_can_be_repeate
     assert runner.decode([sequence], [3]) == reference_runner.decode([reference], [3])
 
 
+def test_a_damaged_prompt_spoils_neither_its_company_nor_the_next_owner_of_its_blocks(
+    model: Transformer,
+) -> None:
+    runner, reference_runner = runner_of(model), runner_of(model)
+    damaged, healthy = sequence_of(runner, 40), sequence_of(runner, 40)
+    prefill_whole(runner, damaged)
+    prefill_whole(runner, healthy)
+    reference = sequence_of(reference_runner, 40)
+    prefill_whole(reference_runner, reference)
+    runner.cache.storage[damaged.block_table] = 0xFF  # NaN in every dtype, as a bad hand-off leaves
+    with pytest.raises(InternalError, match="NaN"):
+        runner.decode([damaged, healthy], [2, 2])
+    runner.cache.pool.free(damaged.block_table)
+    heir = sequence_of(runner, 40)
+    heir.block_table = damaged.block_table
+    prefill_whole(runner, heir)
+    expected = reference_runner.decode([reference], [2])
+    assert runner.decode([heir], [2]) == expected
+    assert runner.decode([healthy], [2]) == expected
+
+
 def test_a_migrated_request_goes_on_with_the_noise_of_its_positions(model: Transformer) -> None:
     runner = runner_of(model)
     sequence = sequence_of(runner, 40)

@@ -1,0 +1,30 @@
+"""What a step does when it computed NaN: its weights, or bytes that were handed over, are damaged.
+
+Called by `model_runner` behind each main pass and by `speculation` behind each MTP pass.
+Shape letters: T rows of hidden states, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from hocket.errors import InternalError
+from hocket.kv.paged_cache import PagedCache
+
+
+def refuse_nan(
+    hidden_TH: Tensor, row_counts: Seq[int], block_tables: Seq[Seq[int]], cache: PagedCache
+) -> None:
+    """Raises InternalError on NaN; sequence i has `row_counts[i]` of the rows.
+
+    First the blocks of the sequences at fault are zeroed: blocks are used again as they are, and
+    zero times NaN would reach their next owner through the mask.
+    """
+    if not bool(hidden_TH.amax().isnan()):
+        return
+    for rows, block_table in zip(hidden_TH.split(list(row_counts)), block_tables, strict=True):
+        if bool(rows.isnan().any()):
+            cache.storage[list(block_table)] = 0
+    raise InternalError("the model computed NaN; its weights or a hand-off are damaged")
