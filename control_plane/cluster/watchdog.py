@@ -37,7 +37,7 @@ class Watchdog:
         try:
             # By path and isolated: neither the working folder nor the environment can break it.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(folder)],
+                [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -54,10 +54,14 @@ class Watchdog:
         self._process.wait(_TIMEOUT_S + 5)
 
 
-def clean_up(folder: str) -> None:
-    """Kills what belongs to the cluster in `folder` until nothing is left, then deletes it."""
+def clean_up(folder: str, owner: int) -> None:
+    """Kills what belongs to the cluster in `folder` until nothing is left, then deletes it.
+
+    `owner` is the process that started it. After an orderly stop it lives on, and may still have
+    one of Ray's logs open.
+    """
     deadline = time.monotonic() + _TIMEOUT_S
-    while (found := belonging(folder)) and time.monotonic() < deadline:
+    while (found := belonging(folder, owner)) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
@@ -65,10 +69,11 @@ def clean_up(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def belonging(folder: str) -> list[int]:
-    """Living processes of the cluster in `folder`, this one excepted."""
-    processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [p for p in processes if p != os.getpid() and _belongs(f"/proc/{p}", folder)]
+def belonging(folder: str, owner: int) -> list[int]:
+    """Living processes of the cluster in `folder`; this one and `owner` are not among them."""
+    processes = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    others = processes - {os.getpid(), owner}
+    return [p for p in sorted(others) if _belongs(f"/proc/{p}", folder)]
 
 
 def _belongs(process: str, folder: str) -> bool:
@@ -109,4 +114,4 @@ def _is_written(info: str) -> bool:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    clean_up(sys.argv[1])
+    clean_up(sys.argv[1], int(sys.argv[2]))

@@ -50,19 +50,26 @@ def test_only_what_carries_the_mark_or_works_in_the_folder_belongs(
     folder: Path, processes: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     expected = {processes[name].pid for name in BELONGING}
-    _until(lambda: set(belonging(str(folder))) == expected)
+    _until(lambda: set(belonging(str(folder), os.getpid())) == expected)
 
 
 def test_it_ends_what_belongs_and_deletes_the_folder(
     folder: Path, processes: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     watchdog = Watchdog(folder)
-    _until(lambda: len(belonging(str(folder))) == len(BELONGING))
+    _until(lambda: len(belonging(str(folder), os.getpid())) == len(BELONGING))
     watchdog.close()
     ended = {name for name, process in processes.items() if process.poll() is not None}
     assert ended == set(BELONGING)
     assert not folder.exists()
     watchdog.close()
+
+
+def test_it_spares_the_process_that_started_it(folder: Path) -> None:
+    with (folder / "driver.log").open("w"):
+        watchdog = Watchdog(folder)
+        watchdog.close()
+    assert not folder.exists()
 
 
 def test_it_does_its_work_when_its_parent_is_killed(folder: Path) -> None:
