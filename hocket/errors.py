@@ -41,7 +41,7 @@ class InvalidRequest(HocketError):
     reason = "INVALID_REQUEST"
 
     def __init__(self, field: str, value: object, limit: str, way_out: str = "") -> None:
-        shown = repr(value)
+        shown = "missing" if value is None else repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         message = f"{field} is {shown}; it must be {limit}."
         super().__init__(f"{message} {way_out}".rstrip(), field=field, value=shown, limit=limit)

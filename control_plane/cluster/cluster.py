@@ -186,7 +186,8 @@ class Cluster:
         places = [self._place(STORE, self._launch_store)] if self._has_own_store else []
         places.append(self._place(GATEWAY, self._launch_gateway))
         for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-            group = ray_runtime.reserve(role.value, pool, config.cluster.startup_timeout_s)
+            timeout_s = config.cluster.startup_timeout_s
+            group = ray_runtime.reserve(role.value, pool, timeout_s, self._report)
             for index in range(pool.workers):
                 launch = self._worker_launcher(role, index, group)
                 places.append(self._place(f"{role.value}-{index}", launch))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ _GATEWAY_CPUS = 0.1
 _VITAL_PARTS = ("raylet", "gcs_server")
 # Socket paths end at 107 characters; our folder adds 12 and Ray 65 (with a process id of 7 digits).
 _LONGEST_TEMP_PATH = 30
+# Ray lets no signal through while it waits, so it waits in short turns. A local one never grows.
+_WAIT_S = 0.5
+_LOCAL_WAIT_S = 2.0
 # Ray's smallest; nothing of ours goes through its object store.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -50,6 +54,7 @@ class RayRuntime:
         import ray
 
         address = config.cluster.ray_address
+        self._is_local = not address
         common: dict[str, Any] = {
             "log_to_driver": verbose,
             "logging_level": logging.INFO if verbose else logging.ERROR,
@@ -82,12 +87,22 @@ class RayRuntime:
             self.close()
             raise
 
-    def reserve(self, name: str, pool: PrefillSettings | DecodeSettings, timeout_s: float) -> Any:
+    def reserve(
+        self,
+        name: str,
+        pool: PrefillSettings | DecodeSettings,
+        timeout_s: float,
+        report: Callable[[str], None],
+    ) -> Any:
         """A placement group with one bundle per worker of the pool `name`, spread over nodes.
 
+        `report` is told what is waited for; what it raises, on a signal, ends the wait.
+
         Raises:
-            ConfigError: the cluster has not had room for it within `timeout_s`.
+            ConfigError: the cluster has not had room for it within `timeout_s`; a local one, to
+                which nothing will be added, is asked only once.
         """
+        import ray
         from ray.util.placement_group import placement_group
 
         bundle = bundle_of(pool.placement)
@@ -96,12 +111,18 @@ class RayRuntime:
             strategy="SPREAD",
             bundle_label_selector=[dict(pool.placement.labels)] * pool.workers,
         )
-        if not group.wait(timeout_s):
-            raise ConfigError(
-                f"{name}.placement: Ray has no room for {pool.workers} x {bundle} with labels "
-                f"{pool.placement.labels} (waited {timeout_s:g} s).",
-                field=f"{name}.placement",
-            )
+        has = ray.cluster_resources()
+        short = [k for k, amount in bundle.items() if amount * pool.workers > has.get(k, 0.0)]
+        deadline = time.monotonic() + (_LOCAL_WAIT_S if self._is_local and short else timeout_s)
+        wanted = f"{pool.workers} x {bundle} with labels {pool.placement.labels}"
+        while not group.wait(_WAIT_S):
+            if time.monotonic() >= deadline:
+                there = {kind: has.get(kind, 0.0) for kind in bundle}
+                raise ConfigError(
+                    f"{name}.placement: Ray has no room for {wanted}; it has {there} in all.",
+                    field=f"{name}.placement",
+                )
+            report(f"waiting for room in Ray for {name}: {wanted}")
         return group
 
     def dead_parts(self) -> list[str]:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hocket.commands.generate import GenerateOptions, ask, build_request, closing_line, write_now
 from hocket.commands.up import Interrupted, Progress, interruptible, running_cluster, serving_table
-from hocket.config import load_config
+from hocket.config import EMBEDDED_MODEL, load_config
 from hocket.errors import HocketError
 from hocket.rpc.clients import GenerationClient
 
@@ -31,6 +31,11 @@ _REQUESTS = (
             "The function takes a list of", max_tokens=96, temperature=0.8, top_p=0.95, seed=7
         ),
     ),
+)
+
+_NOTE = (
+    "Greedy text of so small a model repeats itself, and repetition is easy to draft: its card "
+    "gives acceptance on text that does not, too."
 )
 
 
@@ -48,6 +53,8 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
         ):
             console.print(serving_table(config, serving))
             asyncio.run(_ask_all(serving.gateway_address, console))
+            if config.model.path == EMBEDDED_MODEL:
+                console.print(f"[dim]{_NOTE}[/]\n", soft_wrap=True)
     except Interrupted as signal_name:
         print(f"error: ended by {signal_name}", file=sys.stderr)
         return 130

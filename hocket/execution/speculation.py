@@ -4,7 +4,7 @@ A draft source proposes k tokens per sequence; `model_runner` runs the target ov
 in one flat step and samples at each of the k + 1 positions with that position's own noise. Draft
 d_j is accepted when it equals the target's sample there and all before it were accepted; the
 sample after the last accepted draft is emitted too. So a step emits 1 to k + 1 tokens, exactly
-those that k + 1 plain steps would have emitted (DESIGN.md, section 4).
+those that k + 1 plain steps would have emitted (docs/architecture.md, Exact output).
 
 Shape letters: T tokens of a flat batch, S sequences, H hidden.
 """

@@ -186,7 +186,7 @@ async def test_characters_of_several_tokens_come_whole(serving: Any) -> None:
 
 
 INVALID: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "prompt", "None"),
+    ({}, "prompt", "missing"),
     ({"text": ""}, "text", "''"),
     ({"chat": {}}, "chat.messages", "[]"),
     ({"token_ids": {}}, "token_ids.ids", "[]"),
