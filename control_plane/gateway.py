@@ -7,6 +7,9 @@ that can pair are reachable. Beside it, over the same flow, stands the HTTP door
 `control_plane.openai`.
 """
 
+# gRPC's own types are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio
@@ -17,7 +20,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -234,7 +237,8 @@ class _GenerationService(GenerationServicer):
     async def Generate(  # noqa: N802
         self, request: generation.GenerateRequest, context: _Context
     ) -> None:
-        left_s: float | None = context.time_remaining()
+        # None without a deadline, whatever the types say.
+        left_s = cast("float | None", context.time_remaining())
         most_s = self._options.deadline_s
         timeout_s = most_s if left_s is None else min(left_s, most_s)
 

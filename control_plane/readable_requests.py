@@ -6,6 +6,9 @@ server as an interceptor and parses requests itself, inside the handler, where a
 answered. Only calls with a single request are touched.
 """
 
+# gRPC's own types are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable

@@ -6,6 +6,9 @@ a chat is put into words by the sandboxed template, which writes its own special
 is `control_plane.detokenizer`.
 """
 
+# Jinja's filters and globals are untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import asyncio

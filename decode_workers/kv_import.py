@@ -72,7 +72,7 @@ class _Import:
     peer: PoolDescription | None = None
     bundle: Bundle | None = None
     num_bytes: int = 0
-    reads: set[ReadId] = field(default_factory=set)
+    reads: set[ReadId] = field(default_factory=set[ReadId])
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ class _Export:
     state: _State = _State.WAITING
     is_computing: bool = True
     num_ready: int = 0
-    unread: dict[int, int] = field(default_factory=dict)
+    unread: dict[int, int] = field(default_factory=dict[int, int])
     bundle: Bundle | None = None
     stream: int | None = None
     last_sent: float = 0.0

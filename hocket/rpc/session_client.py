@@ -8,6 +8,9 @@ and later ones are refused at once until the worker is back. The other end is
 `hocket.rpc.session.SessionServer`.
 """
 
+# gRPC's own types are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio

@@ -7,6 +7,10 @@ with `error_from_rpc`. Between workers and gateway errors travel as `Failed` eve
 may succeed.
 """
 
+# gRPC's own types are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
