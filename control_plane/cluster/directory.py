@@ -95,7 +95,9 @@ class RedisWorkerDirectory:
             await changes.subscribe(self._keys.changes)
             while True:
                 await self._read(client)
+                _honour_cancellation()
                 await changes.get_message(timeout=self._settings.renew_s)
+                _honour_cancellation()
 
     async def _read(self, client: Any) -> None:
         # The first reader names the contents; a store that comes back empty has lost the name.
@@ -121,6 +123,14 @@ class RedisWorkerDirectory:
         if _lives(self._known) != before:
             for changed in self._watchers:
                 changed()
+
+
+def _honour_cancellation() -> None:
+    """Ends the task if it was cancelled: `asyncio.wait_for`, with which the client sends, returns
+    as if nothing had happened when it is done at that very moment (Python 3.11)."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _lives(known: KnownWorkers) -> set[tuple[str, int, bool]]:

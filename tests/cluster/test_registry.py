@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,6 +159,27 @@ def test_a_directory_sees_workers_come_change_and_go(
         await asyncio.wait_for(changes.get(), 5)
         assert directory.workers() == []
         running.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_cancellation_that_the_client_swallows_ends_the_directory_all_the_same(
+    settings: RedisSettings, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        is_reading = asyncio.Event()
+
+        async def read_and_swallow(self: RedisWorkerDirectory, client: object) -> None:
+            is_reading.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+        monkeypatch.setattr(RedisWorkerDirectory, "_read", read_and_swallow)
+        running = asyncio.create_task(RedisWorkerDirectory(settings).run())
+        await is_reading.wait()
+        running.cancel()
+        await asyncio.wait([running], timeout=10)
+        assert running.cancelled()
 
     asyncio.run(story())
 
