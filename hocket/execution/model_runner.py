@@ -71,11 +71,6 @@ class ModelRunner:
         self.sampler = Sampler(model.config.vocab_size, cache.device)
         self._draft_source = draft_source
 
-    @property
-    def numerics(self) -> str:
-        """The part of the fingerprint that says how numbers are computed."""
-        return self.model.numerics
-
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[FirstToken | None]:
         """Compute one chunk of each sequence; None for a chunk that does not end its prompt.

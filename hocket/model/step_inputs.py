@@ -98,16 +98,3 @@ class StepInputs:
             first_positions=tuple(length - 1 for length in self.context_lengths),
             host_block_tables=self.host_block_tables,
         )
-
-    def with_tokens(self, token_ids_T: torch.Tensor) -> StepInputs:
-        """The same step with other tokens (int64 [T] on the device)."""
-        assert token_ids_T.shape == self.token_ids.shape
-        return StepInputs(
-            token_ids=token_ids_T,
-            positions=self.positions,
-            sequence_ids=self.sequence_ids,
-            block_tables=self.block_tables,
-            query_lengths=self.query_lengths,
-            first_positions=self.first_positions,
-            host_block_tables=self.host_block_tables,
-        )
