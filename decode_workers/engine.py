@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from decode_workers.group_peers import WakeUp
 from decode_workers.import_stream import (
     EventArrived,
     ImportCommand,
@@ -37,6 +38,7 @@ from hocket.execution.engine_thread import (
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.step_failures import StepFailures
+from hocket.parallel.lockstep import Alone, StepTogether, Wish
 from hocket.rpc.status import failed_from_error
 from hocket.scheduling.chunk_planner import PlannedChunk
 from hocket.scheduling.request_limits import blocks_for
@@ -53,6 +55,8 @@ from hocket.types import (
     Usage,
     VerifyStep,
 )
+
+DecodeCommand = Command | ImportCommand | WakeUp
 
 _logger = logging.getLogger(__name__)
 
@@ -104,13 +108,17 @@ class DecodeEngine:
         imports: ImportTable,
         *,
         can_recompute: bool,
+        together: StepTogether | None = None,
     ) -> None:
-        """`can_recompute`: a hand-off that broke is computed here instead of failing its request.
+        """`together`: this rank's place in its expert-parallel group, if it has one.
+
+        `can_recompute`: a hand-off that broke is computed here instead of failing its request.
         One that prefill gave up on purpose, or that must not be, fails it in any case."""
         self._scheduler = scheduler
         self._runner = runner
         self._imports = imports
         self._can_recompute = can_recompute
+        self._together = together or Alone()
         self._pool = runner.cache.pool
         self._seated: dict[RequestKey, _Seated] = {}
         self._events: list[Event] = []
@@ -119,7 +127,7 @@ class DecodeEngine:
         self._num_steps = 0
         self._is_busy = False
 
-    def take(self, command: Command | ImportCommand, now: float) -> None:
+    def take(self, command: DecodeCommand, now: float) -> None:
         """Takes note of a command; what follows from it comes out of the next step."""
         match command:
             case StartRequest():
@@ -132,12 +140,15 @@ class DecodeEngine:
                 self.fail_all(error, now)
             case EventArrived() | StreamGone():
                 self._imports.take(command, now)
+            case WakeUp(step):
+                self._together.wake(step)
 
     def step(self, now: float) -> StepOutput[ImportMessage]:
         """One turn: timers, admissions, imports, prompt chunks, one decode step, events.
 
         A turn that admits or joins a request computes nothing, so that what follows from it, an
-        Export stream to open or a first token to pass on, does not wait for a model step.
+        Export stream to open or a first token to pass on, does not wait for a model step. The
+        other ranks of a group wait that long.
         """
         self._num_steps += 1
         late = self._scheduler.take_expired(now)
@@ -146,13 +157,7 @@ class DecodeEngine:
         for outcome in self._imports.tick(now):
             self._settle(outcome, now)
             has_changed = True
-        chunks = [] if has_changed else self._scheduler.plan_chunks()
-        plan = [] if has_changed else self._scheduler.plan_decode()
-        if chunks:
-            self._prefill(chunks, now)
-        if plan:
-            self._decode(plan, now)
-        self._is_busy = has_changed or bool(chunks or plan)
+        self._is_busy = has_changed or self._compute(now)
         return self.collect(now)
 
     def fail_all(self, error: HocketError, now: float) -> None:
@@ -224,6 +229,21 @@ class DecodeEngine:
         self._events.append(Joined(key, imported.num_bytes, imported.transport))
         logprobs = () if bundle.logprobs is None else (bundle.logprobs,)
         self._emit(key, (bundle.first_token,), logprobs, bundle.finish_reason)
+
+    def _compute(self, now: float) -> bool:
+        """One step, together with the group's other ranks; False when nobody has anything to
+        compute."""
+        chunks = self._scheduler.plan_chunks()
+        plan = self._scheduler.plan_decode()
+        sequences = [self._sequence(planned.key) for planned in plan]
+        num_drafts = [planned.num_drafts for planned in plan]
+        draft_passes = self._runner.count_draft_passes(sequences, num_drafts)
+        with self._together.step(Wish(bool(chunks), draft_passes, bool(plan))) as is_step:
+            if chunks:
+                self._prefill(chunks, now)
+            if plan:
+                self._decode(plan, now)
+        return is_step
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """Computes prompt chunks of requests whose KV was not handed over."""

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from decode_workers.engine import DecodeEngine
+from decode_workers.group_peers import GroupPeers, GroupService, WakeUp
 from decode_workers.import_stream import (
     EndStream,
     EventArrived,
@@ -35,11 +36,12 @@ from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
 from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
 from hocket.kv.nixl_transfer import NixlImporter
 from hocket.rpc import worker_pb2 as worker
+from hocket.rpc import worker_pb2_grpc
 from hocket.rpc.clients import WorkerClient
 from hocket.rpc.status import error_from_rpc
 from hocket.types import RequestKey
 
-DecodeServer = WorkerServer[ImportCommand, ImportMessage]
+DecodeServer = WorkerServer[ImportCommand | WakeUp, ImportMessage]
 
 # After an import ended: time that its stream gets to end in order before it is cut.
 END_STREAM_S = 5.0
@@ -52,8 +54,12 @@ async def serve(settings: WorkerSettings, on_crash: CrashSink = end_process) -> 
         HocketError: the checkpoint or the settings cannot work.
     """
     server, address = bind(settings.host, settings.port)
-    parts = await asyncio.to_thread(build_worker, settings, address)
-    running = WorkerServer(server, parts, ImportStreams, on_crash)
+    peers = GroupPeers(settings.epoch, asyncio.get_running_loop())
+    parts = await asyncio.to_thread(build_worker, settings, address, peers)
+    running = DecodeServer(server, parts, partial(ImportStreams, peers), on_crash)
+    if settings.group is not None:
+        service = GroupService(settings.epoch, running.post)
+        worker_pb2_grpc.add_RankGroupServicer_to_server(service, server)
     await running.start(settings.telemetry)
     return running
 
@@ -63,9 +69,11 @@ WorkerProcess = partial(HostedWorker, serve)
 
 
 class ImportStreams:
-    """The Export streams that this worker has open at prefill workers; one channel per worker."""
+    """The Export streams that this worker has open at prefill workers; one channel per worker.
+    The channels to `peers` are closed with them."""
 
-    def __init__(self, post: Callable[[ImportCommand], None]) -> None:
+    def __init__(self, peers: GroupPeers, post: Callable[[ImportCommand], None]) -> None:
+        self._peers = peers
         self._post = post
         self._clients: dict[str, WorkerClient] = {}
         # What is to be sent on each stream; None half-closes it.
@@ -101,6 +109,7 @@ class ImportStreams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for client in self._clients.values():
             await client.close()
+        await self._peers.close()
 
     def _open(self, key: RequestKey, address: str, update: worker.ExportUpdate) -> None:
         if address not in self._clients:
@@ -141,12 +150,12 @@ class ImportStreams:
 
 
 def build_worker(
-    settings: WorkerSettings, address: str
-) -> WorkerParts[ImportCommand, ImportMessage]:
+    settings: WorkerSettings, address: str, peers: GroupPeers
+) -> WorkerParts[ImportCommand | WakeUp, ImportMessage]:
     """The whole worker, from the checkpoint to the engine, not yet running."""
     pool = settings.pool
     assert isinstance(pool, DecodeSettings), settings.role
-    model = set_up_model(settings)
+    model = set_up_model(settings, peers.wake)
     cache, transfer = model.runner.cache, settings.transfer
     importer = NixlImporter(model.registered_pool(), nixl_options(settings))
     imports = ImportTable(
@@ -169,7 +178,15 @@ def build_worker(
     )
     scheduler = DecodeScheduler(model.limits, policy)
     engine = DecodeEngine(
-        scheduler, model.runner, imports, can_recompute=transfer.policy == "recompute"
+        scheduler,
+        model.runner,
+        imports,
+        can_recompute=transfer.policy == "recompute",
+        together=model.rank.lockstep if model.rank is not None else None,
     )
+    if model.rank is not None:
+        # Also the moment from which every rank has its model.
+        everyone = model.rank.group.tell_all("address", address)
+        peers.meet([other for other in everyone if other != address])
     description = model.description(settings, address)
     return WorkerParts(engine, description, imports.counters, release=importer.close)

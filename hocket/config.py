@@ -107,12 +107,17 @@ class PrefillSettings:
 class DecodeSettings:
     """[decode]: the pool that writes replies. Keys as in [prefill], but these:
 
+    group_size: ranks (processes) of one worker; above 1 they share the experts among them, and
+        every rank has its own requests, KV blocks and address. Other counts are per rank.
+    group_timeout_s: a rank that does not come to the next step for this long ends its group.
     draft_tokens: most draft tokens a step proposes per request (k); 0 turns drafting off.
     chunk_tokens: most prompt tokens a step computes, when decode has to compute a prompt itself.
     max_batch: most requests that run at once.
     """
 
     workers: int = between(1, 4096, 1)
+    group_size: int = between(1, 1024, 1)
+    group_timeout_s: float = at_least(1, 20.0)
     draft_tokens: int = between(0, 16, 3)
     chunk_tokens: int = between(16, 65536, 512)
     max_batch: int = between(1, 4096, 64)
@@ -151,10 +156,12 @@ class TransferSettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """[gateway]: the public doors, gRPC and OpenAI's HTTP.
+    """[gateway]: the public doors, gRPC and OpenAI's HTTP, and the operator's.
 
     host, port: where gRPC listens; port 0 takes a free one.
     http_port: where HTTP listens on `host`; 0 takes a free one, -1 closes this door.
+    admin_host, admin_port: where `hocket status` and `hocket scale` are answered, by gRPC too;
+        port 0 takes a free one, -1 closes this door. Whoever reaches it may resize the pools.
     default_max_tokens: output limit of a request that does not say.
     max_message_bytes: largest request taken.
     deadline_s: time a request gets when its client sets no deadline.
@@ -163,6 +170,8 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = between(0, 65535, 50051)
     http_port: int = between(-1, 65535, 8000)
+    admin_host: str = "127.0.0.1"
+    admin_port: int = between(-1, 65535, 50052)
     default_max_tokens: int = at_least(1, 256)
     max_message_bytes: int = between(1024, 2**31 - 1, 4 * 2**20)
     deadline_s: float = at_least(0.1, 600.0)
@@ -203,6 +212,54 @@ class ClusterSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolScaleSettings:
+    """[autoscaler.prefill], [autoscaler.decode]: how one pool may change. An operator's sizes
+    (`hocket scale`) keep to min_workers and max_workers too, whether `enabled` or not.
+
+    min_workers, max_workers: the size is always between them.
+    max_step_up, max_step_down: workers per decision.
+    max_starting: workers that start at the same time.
+    """
+
+    min_workers: int = between(1, 4096, 1)
+    max_workers: int = between(1, 4096, 8)
+    max_step_up: int = between(1, 4096, 4)
+    max_step_down: int = between(1, 4096, 1)
+    max_starting: int = between(1, 4096, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalerSettings:
+    """[autoscaler]: whether and how the sizes of both pools follow the load.
+
+    enabled: off, sizes change only by `hocket scale`.
+    interval_s: time between decisions, and the window that each looks at.
+    ttft_s, inter_token_s: mean seconds to keep: to the first token, and between later ones.
+    queue_drain_s: a backlog should be gone within this time.
+    up_window_s, down_window_s: a pool grows (shrinks) only as far as every recommendation of this
+        long asked for.
+    trial_after_s: a target must be missed for this long before one more worker is tried.
+    start_limit_s: a worker that has been starting for longer is stuck: nothing grows meanwhile.
+    operator_hold_s: how long the autoscaler keeps an operator's size.
+    drain_s: time that the requests of a worker get when its pool shrinks.
+    """
+
+    enabled: bool = False
+    interval_s: float = at_least(0.2, 10.0)
+    ttft_s: float = at_least(0.001, 2.0)
+    inter_token_s: float = at_least(0.0001, 0.05)
+    queue_drain_s: float = at_least(0.1, 30.0)
+    up_window_s: float = at_least(0, 30.0)
+    down_window_s: float = at_least(0, 300.0)
+    trial_after_s: float = at_least(0, 120.0)
+    start_limit_s: float = at_least(1, 900.0)
+    operator_hold_s: float = at_least(0, 3600.0)
+    drain_s: float = at_least(0, 600.0)
+    prefill: PoolScaleSettings = field(default_factory=PoolScaleSettings)
+    decode: PoolScaleSettings = field(default_factory=PoolScaleSettings)
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelSettings:
     """[parallel]: ways to split one model. Attention is data-parallel: both must be 1 for now.
 
@@ -218,11 +275,14 @@ class TelemetrySettings:
     """[telemetry]: what processes tell about themselves.
 
     log_level: least important level that is written.
+    log_folder: every process writes `<its name>.jsonl` there, on its own machine; empty: locally a
+        folder that ends with `up`, on a joined Ray only what Ray keeps of stderr.
     metrics_host: where the Prometheus pages (/metrics) listen; empty: on the process's own host.
     metrics_port: of the gateway's page, 0 takes a free one, as workers do; -1: no page anywhere.
     """
 
     log_level: str = one_of("info", "debug", "warning", "error")
+    log_folder: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = between(-1, 65535, 0)
 
@@ -238,8 +298,24 @@ class Config:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    autoscaler: AutoscalerSettings = field(default_factory=AutoscalerSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """Which rank of which expert-parallel group a process is, and where the ranks meet.
+
+    All ranks of one life of a group have the same epoch. `redis` holds the rendezvous: it lies
+    outside of the ranks, so that any of them may die.
+    """
+
+    name: str
+    rank: int
+    size: int
+    redis: RedisSettings
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +324,8 @@ class WorkerSettings:
 
     `pool` is the settings of the worker's own role. `worker_id` names the place ("prefill-0") and
     survives restarts; `epoch` never repeats. The worker binds `host` on a free port when `port`
-    is 0, and advertises what it bound. Neither `host` nor `threads` is left open here.
+    is 0, and advertises what it bound. Neither `host` nor `threads` is left open here. `group` is
+    None for a worker of one process.
     """
 
     role: Role
@@ -262,14 +339,21 @@ class WorkerSettings:
     port: int = 0
     threads: int = 1
     max_message_bytes: int = 4 * 2**20
+    group: GroupSettings | None = None
 
 
-def worker_settings(config: Config, role: Role, index: int, *, epoch: int) -> WorkerSettings:
-    """The settings of worker `index` of the pool `role`: one thread, loopback if not told."""
+def worker_settings(
+    config: Config, role: Role, index: int, *, epoch: int, rank: int = 0
+) -> WorkerSettings:
+    """The settings of worker `index` of the pool `role`, of its rank `rank` where it has several:
+    one thread, loopback if not told."""
     pool = config.prefill if role is Role.PREFILL else config.decode
+    name, group = f"{role.value}-{index}", None
+    if isinstance(pool, DecodeSettings) and pool.group_size > 1:
+        group = GroupSettings(name, rank, pool.group_size, config.redis, pool.group_timeout_s)
     return WorkerSettings(
         role=role,
-        worker_id=f"{role.value}-{index}",
+        worker_id=name if group is None else f"{name}.{rank}",
         epoch=epoch,
         model=config.model,
         pool=pool,
@@ -278,6 +362,7 @@ def worker_settings(config: Config, role: Role, index: int, *, epoch: int) -> Wo
         host=config.cluster.host or "127.0.0.1",
         threads=pool.threads or 1,
         max_message_bytes=config.gateway.max_message_bytes,
+        group=group,
     )
 
 
@@ -310,7 +395,23 @@ def _check_together(config: Config) -> None:
     if config.model.max_context_tokens == 1:
         limit = "0, or at least 2: a prompt and an output of one token each"
         raise wrong("model.max_context_tokens", 1, limit)
+    gateway = config.gateway
+    if gateway.admin_port > 0 and gateway.admin_port in (gateway.port, gateway.http_port):
+        limit = "another port than gateway.port and gateway.http_port; 0 takes a free one"
+        raise wrong("gateway.admin_port", gateway.admin_port, limit)
     lease_s, renew_s = config.redis.lease_s, config.redis.renew_s
     if renew_s * 2 > lease_s:
         limit = f"at least twice redis.renew_s ({renew_s}), so that one late renewal is forgiven"
         raise wrong("redis.lease_s", lease_s, limit)
+    if config.autoscaler.enabled:
+        _check_pool("prefill", config.prefill.workers, config.autoscaler.prefill)
+        _check_pool("decode", config.decode.workers, config.autoscaler.decode)
+
+
+def _check_pool(name: str, workers: int, scale: PoolScaleSettings) -> None:
+    if scale.min_workers > scale.max_workers:
+        limit = f"at most autoscaler.{name}.max_workers ({scale.max_workers})"
+        raise wrong(f"autoscaler.{name}.min_workers", scale.min_workers, limit)
+    if not scale.min_workers <= workers <= scale.max_workers:
+        limit = f"from {scale.min_workers} to {scale.max_workers} (autoscaler.{name})"
+        raise wrong(f"{name}.workers", workers, limit)

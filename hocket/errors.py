@@ -7,7 +7,11 @@
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Cancelled             CANCELLED
     ├── WorkerUnavailable     UNAVAILABLE          retry elsewhere
+    ├── GroupLost             UNAVAILABLE          retry elsewhere
     ├── HandOffFailed         UNAVAILABLE          retry elsewhere
+    ├── ResizeRefused         ABORTED              retry later
+    ├── ApiUnavailable        UNAVAILABLE          retry later
+    ├── StoreUnavailable      UNAVAILABLE          retry later
     ├── FingerprintMismatch   FAILED_PRECONDITION
     ├── ConfigError           FAILED_PRECONDITION
     ├── CheckpointError       FAILED_PRECONDITION
@@ -85,11 +89,43 @@ class WorkerUnavailable(HocketError):
     is_retryable = True
 
 
+class GroupLost(HocketError):
+    """A rank of an expert-parallel group died or hangs, so none of them can go on."""
+
+    code = 14
+    reason = "GROUP_LOST"
+    is_retryable = True
+
+
 class HandOffFailed(HocketError):
     """The KV cache did not cross from prefill to decode."""
 
     code = 14
     reason = "HAND_OFF_FAILED"
+    is_retryable = True
+
+
+class StoreUnavailable(HocketError):
+    """Redis does not answer; what needs it can be asked again."""
+
+    code = 14
+    reason = "STORE_UNAVAILABLE"
+    is_retryable = True
+
+
+class ResizeRefused(HocketError):
+    """Somebody else changed a pool in between, or it is not ours to change now."""
+
+    code = 10
+    reason = "RESIZE_REFUSED"
+    is_retryable = True
+
+
+class ApiUnavailable(HocketError):
+    """Kubernetes' API server gave no answer, or none that helps."""
+
+    code = 14
+    reason = "API_UNAVAILABLE"
     is_retryable = True
 
 

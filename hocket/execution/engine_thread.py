@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from hocket.clock import Clock
-from hocket.errors import HocketError, WorkerUnavailable
+from hocket.errors import GroupLost, HocketError, WorkerUnavailable
 from hocket.types import Event, Load, RequestKey, StartRequest
 
 PULSE_S = 0.5
@@ -169,6 +169,8 @@ class EngineThread(Generic[HandOffCommand, Message]):
 
     def _fail_all(self, cause: Exception) -> None:
         error = WorkerUnavailable(f"The worker's engine failed ({type(cause).__name__}); retry.")
+        if isinstance(cause, GroupLost):
+            error = cause
         try:
             self._engine.fail_all(error, self._clock.now())
             self._on_output(self._engine.collect(self._clock.now()), 0.0)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hocket.errors import ConfigError, InternalError
 from hocket.execution.damage import refuse_nan
+from hocket.execution.passes import Passes
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence
 from hocket.execution.speculation import DraftSource, append_until_finished, count_accepted
@@ -64,12 +65,18 @@ class ModelRunner:
     """Owns a model and its KV cache; advances sequences step by step."""
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, draft_source: DraftSource | None = None
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        draft_source: DraftSource | None = None,
+        passes: Passes | None = None,
     ) -> None:
+        """`passes` None: the model's own, in step with nobody."""
         self.model = model
         self.cache = cache
         self.sampler = Sampler(model.config.vocab_size, cache.device)
         self._draft_source = draft_source
+        self._passes = passes or model
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[FirstToken | None]:
@@ -124,6 +131,12 @@ class ModelRunner:
         limit = min(sequence.remaining_tokens - 1, capacity - sequence.num_tokens)
         return max(limit, 0)
 
+    def count_draft_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
+        """Passes of the MTP module that `draft` makes."""
+        if self._draft_source is None:
+            return 0
+        return self._draft_source.count_passes(sequences, self._capped(sequences, num_drafts))
+
     @torch.inference_mode()
     def draft(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
         """The first half of `decode`: at most `num_drafts[i]` drafts for each sequence."""
@@ -134,11 +147,7 @@ class ModelRunner:
                     "checkpoint has no MTP module, or drafting is off; ask for 0"
                 )
             return [[] for _ in sequences]
-        capped = [
-            min(wanted, self.draft_limit(sequence))
-            for sequence, wanted in zip(sequences, num_drafts, strict=True)
-        ]
-        return self._draft_source.propose(sequences, capped)
+        return self._draft_source.propose(sequences, self._capped(sequences, num_drafts))
 
     @torch.inference_mode()
     def verify(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> list[DecodeOutput]:
@@ -202,10 +211,14 @@ class ModelRunner:
             raise InternalError(f"a hidden state has {len(data)} bytes, expected {expected_bytes}")
         return torch.frombuffer(bytearray(data), dtype=dtype).to(self.cache.device)
 
+    def _capped(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
+        pairs = zip(sequences, num_drafts, strict=True)
+        return [min(wanted, self.draft_limit(sequence)) for sequence, wanted in pairs]
+
     def _forward(self, parts: list[SequenceInput]) -> Tensor:
         """One main pass, [T, H]. Raises InternalError on NaN."""
         inputs = StepInputs.build(parts, self.cache.device)
-        hidden_TH = self.model.forward(inputs, self.cache)
+        hidden_TH = self._passes.forward(inputs, self.cache)
         refuse_nan(hidden_TH, inputs.query_lengths, inputs.host_block_tables, self.cache)
         return hidden_TH
 
@@ -270,7 +283,7 @@ class ModelRunner:
             row += chunk.num_tokens
         if parts:
             inputs = StepInputs.build(parts, self.cache.device)
-            self.model.mtp_forward(inputs, torch.cat(hidden), self.cache, last_only=True)
+            self._passes.mtp_forward(inputs, torch.cat(hidden), self.cache, last_only=True)
 
     def _assert_capacity(self, sequence: Sequence, num_slots: int) -> None:
         capacity = len(sequence.block_table) * self.cache.layout.block_tokens

@@ -17,12 +17,17 @@ from hocket import environment
 from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import ConfigError
 from hocket.execution.model_runner import ModelRunner
+from hocket.execution.passes import GroupPasses, take_part_in
 from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.layout import KVLayout
 from hocket.kv.nixl_agent import NixlOptions, RegisteredPool
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.weights import load_model, weights_digest
+from hocket.parallel.expert_dispatch import AllToAllDispatcher
+from hocket.parallel.expert_placement import ExpertPlacement
+from hocket.parallel.lockstep import Lockstep
+from hocket.parallel.rank_group import RankGroup, RedisStore
 from hocket.scheduling.request_limits import RequestLimits
 from hocket.types import Fingerprint, WorkerDescription
 
@@ -30,11 +35,19 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRank:
+    """This process's place in its expert-parallel group."""
+
+    group: RankGroup
+    lockstep: Lockstep
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSetup:
     """A loaded model with its KV pool, and what follows from the two.
 
     `max_draft_tokens` is 0 where nothing drafts. `synchronize` returns when the device has
-    finished all work given to it.
+    finished all work given to it. `rank` is None for a worker of one process.
     """
 
     runner: ModelRunner
@@ -42,6 +55,7 @@ class ModelSetup:
     limits: RequestLimits
     max_draft_tokens: int
     synchronize: Callable[[], None]
+    rank: GroupRank | None = None
 
     def registered_pool(self) -> RegisteredPool:
         """The KV pool as a transfer registers it."""
@@ -71,27 +85,44 @@ class ModelSetup:
             max_prompt_tokens=self.limits.max_prompt_tokens,
             max_draft_tokens=self.max_draft_tokens,
             has_mtp=self.runner.model.has_mtp,
+            group=settings.group.name if settings.group else "",
+            rank=settings.group.rank if settings.group else 0,
+            group_size=settings.group.size if settings.group else 1,
         )
 
 
-def set_up_model(settings: WorkerSettings) -> ModelSetup:
-    """Loads the checkpoint and reserves the KV pool; takes seconds to minutes.
+def set_up_model(
+    settings: WorkerSettings, wake_others: Callable[[int], None] | None = None
+) -> ModelSetup:
+    """Loads the checkpoint and reserves the KV pool; takes seconds to minutes. A rank of a group
+    meets the others first; `wake_others` is how it wakes them (`Lockstep`).
 
     Raises:
         CheckpointError: the checkpoint cannot be served.
         ConfigError: the settings cannot work on this machine.
+        GroupLost: another rank left meanwhile.
     """
     torch.set_num_threads(settings.threads)
     folder = settings.model.checkpoint()
     config = ModelConfig.from_checkpoint(folder)
     device = _device(settings)
     dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
-    model = load_model(folder, dtype, device, batch_invariant=settings.model.batch_invariant)
+    group = dispatcher = rank = passes = None
+    if settings.group is not None:
+        placement = ExpertPlacement(config.num_experts, settings.group.size)
+        store = RedisStore(settings.group, settings.epoch)
+        group = RankGroup(store, settings.group, settings.host, device)
+        dispatcher = AllToAllDispatcher(group, placement)
+    model = load_model(folder, dtype, device, settings.model.batch_invariant, dispatcher)
+    if group is not None:
+        assert wake_others is not None, "a rank of a group must be able to wake the others"
+        lockstep = Lockstep(group, model.has_mtp, take_part_in(model), wake_others)
+        rank, passes = GroupRank(group, lockstep), GroupPasses(model, lockstep)
     layout = model.kv_layout()
     cache = PagedCache(layout, _num_blocks(settings, layout), device)
     max_draft_tokens = _max_draft_tokens(settings, config)
-    draft_source = MTPDraftSource(model, cache) if max_draft_tokens else None
-    runner = ModelRunner(model, cache, draft_source)
+    draft_source = MTPDraftSource(model, cache, passes) if max_draft_tokens else None
+    runner = ModelRunner(model, cache, draft_source, passes)
     fingerprint = Fingerprint(
         weights=weights_digest(folder),
         kv_layout=layout.describe(),
@@ -105,7 +136,7 @@ def set_up_model(settings: WorkerSettings) -> ModelSetup:
         num_blocks=cache.pool.num_blocks,
         block_tokens=layout.block_tokens,
     )
-    return ModelSetup(runner, fingerprint, limits, max_draft_tokens, _synchronizer(device))
+    return ModelSetup(runner, fingerprint, limits, max_draft_tokens, _synchronizer(device), rank)
 
 
 def nixl_options(settings: WorkerSettings) -> NixlOptions:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hocket.errors import ConfigError
 from hocket.execution.damage import refuse_nan
 from hocket.execution.noise import position_uniform
+from hocket.execution.passes import Passes
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence
 from hocket.kv.paged_cache import PagedCache
@@ -64,6 +65,10 @@ class DraftSource(Protocol):
         """
         ...
 
+    def count_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
+        """Passes of the MTP module that `propose` makes for these."""
+        ...
+
 
 class MTPDraftSource:
     """Drafts with the checkpoint's own MTP module, all sequences in one flat batch per pass.
@@ -75,24 +80,22 @@ class MTPDraftSource:
     memory stays bounded and drafting can start again at any step with complete MTP entries.
     """
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
-        """Raises ConfigError when the checkpoint has no MTP module."""
+    def __init__(self, model: Transformer, cache: PagedCache, passes: Passes | None = None) -> None:
+        """`passes` None: the model's own. Raises ConfigError when the checkpoint has no MTP
+        module."""
         if not model.has_mtp:
             raise ConfigError(
                 "the checkpoint has no MTP module (num_nextn_predict_layers is 0 or absent), so "
                 "nothing can draft; set the draft length to 0"
             )
         self._model = model
+        self._passes = passes or model
         self._cache = cache
         self._sampler = Sampler(model.config.vocab_size, cache.device)
 
     def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
-        rows = [
-            row
-            for row, (sequence, wanted) in enumerate(zip(sequences, num_drafts, strict=True))
-            if wanted > 0 or sequence.num_pending >= MAX_PENDING
-        ]
+        rows = self._rows(sequences, num_drafts)
         if not rows:
             return drafts
         hidden_SH = self._write_pending([sequences[row] for row in rows])
@@ -114,6 +117,18 @@ class MTPDraftSource:
                 drafts[row].append(token)
         return drafts
 
+    def count_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
+        return max(1, *num_drafts) if self._rows(sequences, num_drafts) else 0
+
+    @staticmethod
+    def _rows(sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
+        """The sequences that draft in this step, or whose hidden states have waited enough."""
+        return [
+            row
+            for row, (sequence, wanted) in enumerate(zip(sequences, num_drafts, strict=True))
+            if wanted > 0 or sequence.num_pending >= MAX_PENDING
+        ]
+
     def _write_pending(self, sequences: list[Sequence]) -> Tensor:
         """Write the sequences' waiting MTP entries; returns each one's last output, [S, H]."""
         parts: list[SequenceInput] = []
@@ -126,7 +141,7 @@ class MTPDraftSource:
             sequence.pending_hidden = None
         hidden_TH = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
         inputs = StepInputs.build(parts, hidden_TH.device)
-        return self._model.mtp_forward(inputs, hidden_TH, self._cache, last_only=True)
+        return self._passes.mtp_forward(inputs, hidden_TH, self._cache, last_only=True)
 
     def _advance(self, drafting: list[tuple[Sequence, list[int]]], hidden_SH: Tensor) -> Tensor:
         """One more pass: the newest draft of each sequence at its own slot, on recycled hidden."""
@@ -135,7 +150,7 @@ class MTPDraftSource:
             for sequence, drafts in drafting
         ]
         inputs = StepInputs.build(parts, hidden_SH.device)
-        return self._model.mtp_forward(inputs, hidden_SH, self._cache)
+        return self._passes.mtp_forward(inputs, hidden_SH, self._cache)
 
 
 class ScriptedDraftSource:
@@ -168,6 +183,11 @@ class ScriptedDraftSource:
             [self._draft(sequence, sequence.num_tokens + depth) for depth in range(wanted)]
             for sequence, wanted in zip(sequences, num_drafts, strict=True)
         ]
+
+    def count_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
+        if self._timed_source is None:
+            return 0
+        return self._timed_source.count_passes(sequences, num_drafts)
 
     def _draft(self, sequence: Sequence, position: int) -> int:
         """The true token at `position` of prompt + output, or its neighbour."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from hocket.errors import HocketError, InternalError
+from hocket.errors import GroupLost, HocketError, InternalError
 
 MAX_FAILED_STEPS_IN_A_ROW = 3
 
@@ -34,13 +34,14 @@ class StepFailures:
     ) -> Outcome | None:
         """The step's outcome; None when it raised and `on_failure` was told.
 
-        Raises what the step raised when the device is lost, or at the third failure in a row.
+        Raises what the step raised when the device or the rank's group is lost, or at the third
+        failure in a row.
         """
         try:
             outcome = step()
         except Exception as error:
             self._in_a_row += 1
-            is_lost = isinstance(error, torch.AcceleratorError)
+            is_lost = isinstance(error, (torch.AcceleratorError, GroupLost))
             if is_lost or self._in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
                 raise
             _logger.exception("A model step failed; the requests in it fail, the worker goes on.")

@@ -169,6 +169,10 @@ class WorkerServer(Generic[HandOffCommand, Message]):
             self._pulse = (turns, now)
         return self._thread.is_alive and now - self._pulse[1] < STUCK_S
 
+    def post(self, command: HandOffCommand) -> None:
+        """Hands a command of this kind of worker to the engine; from any thread."""
+        self._thread.post(command)
+
     def submit(self, request: StartRequest) -> None:
         """Hands a request to the engine, which refuses by a Failed event."""
         self._thread.post(request)

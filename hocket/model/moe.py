@@ -10,6 +10,7 @@ width, R rows given to the experts here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,10 @@ class Router:
             weights_TK.mul_(config.routed_scaling_factor)
         return weights_TK, experts_TK
 
+    def no_choice(self, device: torch.device) -> torch.Tensor:
+        """The experts of no token at all, int64 [0, K]."""
+        return torch.empty(0, self._config.experts_per_token, dtype=torch.int64, device=device)
+
     def _keep_best_groups(self, choice_TE: torch.Tensor) -> torch.Tensor:
         """A group's score is the sum of its two best experts; the rest becomes -inf."""
         grouped = choice_TE.unflatten(-1, (self._config.num_expert_groups, -1))
@@ -66,15 +71,17 @@ class Expert:
 
 
 class Experts:
-    """The routed experts of this rank."""
+    """The routed experts of this rank, by number."""
 
-    def __init__(self, experts: list[Expert], numerics: Numerics) -> None:
+    def __init__(self, experts: Mapping[int, Expert], numerics: Numerics) -> None:
         self._experts = experts
         self._numerics = numerics
 
     def __call__(self, rows: ExpertRows) -> torch.Tensor:
         """Each segment's rows through its expert, [R, H]."""
         numerics, hidden = self._numerics, rows.hidden_RH
+        if not rows.segments:
+            return hidden
         experts = [self._experts[expert] for expert, _, _ in rows.segments]
         sizes = [stop - start for _, start, stop in rows.segments]
         gated = numerics.gated(
@@ -191,6 +198,12 @@ class MoE:
         out_TH = torch.zeros_like(x_TH) if self.shared is None else self.shared(x_TH)
         out_TH[:num_tokens].add_(routed_TH)
         return out_TH
+
+    def take_part(self, nothing_0H: torch.Tensor) -> None:
+        """This rank's share of a pass in which it has no tokens: others' rows for its experts."""
+        experts_0K = self.router.no_choice(nothing_0H.device)
+        rows = self._dispatcher.dispatch(nothing_0H, experts_0K, self._row_tile)
+        self._dispatcher.combine(self.experts(rows), rows, experts_0K.float())
 
     def _by_tables(
         self,

@@ -21,6 +21,7 @@ from hocket.model.attention_invariant import plan_invariant_attention
 from hocket.model.decoder_layer import DecoderLayer
 from hocket.model.layers import RMSNorm, RotaryTable, Rotation, pad_rows
 from hocket.model.model_config import BLOCK_TOKENS, ModelConfig
+from hocket.model.moe import MoE
 from hocket.model.mtp import MTPModule
 from hocket.model.numerics import Numerics, numerics_revision
 from hocket.model.packed_head import PackedHead
@@ -120,6 +121,16 @@ class Transformer(nn.Module):
         token_ids = pad_rows(inputs.token_ids, self._numerics.row_tile)
         hidden_TH = pad_rows(hidden_TH, self._numerics.row_tile)
         return self.mtp(token_ids, hidden_TH, rotation, plan, cache)[: plan.num_tokens]
+
+    @torch.inference_mode()
+    def take_part(self, is_mtp: bool) -> None:
+        """This rank's share of a pass of its expert-parallel group in which it has no tokens: a
+        main pass, or one of the MTP module."""
+        layers = self.layers if not is_mtp else [self.mtp.layer] if self.mtp is not None else []
+        nothing_0H = self.embedding.new_empty(0, self.config.hidden_size)
+        for layer in layers:
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.take_part(nothing_0H)
 
     @torch.inference_mode()
     def mtp_logits(self, z_NH: torch.Tensor) -> torch.Tensor:

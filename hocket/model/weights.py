@@ -43,7 +43,8 @@ def load_model(
     batch_invariant: bool = False,
     dispatcher: TokenDispatcher | None = None,
 ) -> Transformer:
-    """Load a checkpoint folder. `dtype` None keeps the checkpoint's own.
+    """Load a checkpoint folder. `dtype` None keeps the checkpoint's own. Of the routed experts only
+    those that the dispatcher has here are read; without one all are.
 
     Raises CheckpointError naming what is missing, unexpected or unsupported."""
     config = ModelConfig.from_checkpoint(path)
@@ -133,9 +134,8 @@ class _Loader:
 
     def moe(self, prefix: str) -> MoE:
         config = self.config
-        matrices = [
-            self.gated_pair(f"{prefix}experts.{expert}.") for expert in range(config.num_experts)
-        ]
+        here = self.dispatcher.experts_here(config.num_experts)
+        matrices = [self.gated_pair(f"{prefix}experts.{expert}.") for expert in here]
         experts = [Expert(pack(gate_up), pack(down)) for gate_up, down in matrices]
         router = Router(
             config,
@@ -145,7 +145,7 @@ class _Loader:
         )
         shared = self.mlp(f"{prefix}shared_experts.") if config.num_shared_experts else None
         tables = self.expert_tables(matrices, prefix) if self.wants_tables(*matrices[0]) else None
-        experts = Experts(experts, self.numerics)
+        experts = Experts(dict(zip(here, experts, strict=True)), self.numerics)
         return MoE(router, experts, shared, self.dispatcher, self.numerics, tables)
 
     def wants_tables(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""Channels and thin clients: `GenerationClient` for the gateway, `WorkerClient` for a worker.
+"""Channels and thin clients: `GenerationClient` for the gateway, `WorkerClient` for a worker,
+`ClusterClient` for the operator's door.
 
-Both raise `HocketError`s. Start here to talk to a running Hocket from Python; `hocket generate`
+All raise `HocketError`s. Start here to talk to a running Hocket from Python; `hocket generate`
 and the tests do. A worker's Session is not driven by hand but by
 `hocket.rpc.session_client.SessionClient`, its Export by the decode worker's server.
 """
@@ -12,12 +13,14 @@ from typing import Any, TypeVar
 
 import grpc
 
+from hocket.rpc import cluster_pb2 as cluster
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc import worker_pb2 as worker
+from hocket.rpc.cluster_pb2_grpc import ClusterStub
 from hocket.rpc.convert import description_from_message
 from hocket.rpc.generation_pb2_grpc import GenerationStub
 from hocket.rpc.status import error_from_rpc
-from hocket.rpc.worker_pb2_grpc import WorkerStub
+from hocket.rpc.worker_pb2_grpc import RankGroupStub, WorkerStub
 from hocket.types import WorkerDescription
 
 PUBLIC_MESSAGE_BYTES = 4 << 20
@@ -126,12 +129,35 @@ class GenerationClient:
         await self._channel.close()
 
 
+class ClusterClient:
+    """The operator's service of a gateway, at its `admin` address `host:port`."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub: Any = ClusterStub(self._channel)
+
+    async def get_status(self, *, timeout_s: float = 5.0) -> cluster.ClusterStatus:
+        """What the gateway knows. Raises `HocketError`; `WorkerUnavailable` when nobody answers."""
+        return await _answer(self._stub.GetStatus(cluster.GetStatusRequest(), timeout=timeout_s))
+
+    async def scale(
+        self, request: cluster.ScaleRequest, *, timeout_s: float = 10.0
+    ) -> cluster.ScaleResponse:
+        """Asks for pool sizes; returns when they are written. Raises `HocketError`."""
+        return await _answer(self._stub.Scale(request, timeout=timeout_s))
+
+    async def close(self) -> None:
+        """Ends the channel and the calls on it."""
+        await self._channel.close()
+
+
 class WorkerClient:
     """The internal service of a worker at `host:port`."""
 
     def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._channel = open_channel(address, credentials)
         self._stub: Any = WorkerStub(self._channel)
+        self._group_stub: Any = RankGroupStub(self._channel)
 
     async def describe(self, *, timeout_s: float = 5.0) -> WorkerDescription:
         """Who the worker is. Raises `HocketError`; `WorkerUnavailable` when nobody answers."""
@@ -153,6 +179,12 @@ class WorkerClient:
     def export(self) -> Any:
         """A new Export call: `write` ExportUpdates, `read` ExportEvents."""
         return self._stub.Export()
+
+    async def wake(self, epoch: int, step: int, *, timeout_s: float) -> None:
+        """Tells a rank of one's own expert-parallel group that `step` begins. Raises
+        `HocketError`."""
+        request = worker.WakeRequest(epoch=epoch, step=step)
+        await _answer(self._group_stub.Wake(request, timeout=timeout_s))
 
     async def close(self) -> None:
         """Ends the channel and the calls on it."""

@@ -230,3 +230,79 @@ class Worker:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RankGroupStub:
+    """Between the ranks of an expert-parallel group.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Wake = channel.unary_unary(
+                '/hocket.worker.v1.RankGroup/Wake',
+                request_serializer=hocket_dot_rpc_dot_worker__pb2.WakeRequest.SerializeToString,
+                response_deserializer=hocket_dot_rpc_dot_worker__pb2.WakeResponse.FromString,
+                _registered_method=True)
+
+
+class RankGroupServicer:
+    """Between the ranks of an expert-parallel group.
+    """
+
+    def Wake(self, request, context):
+        """The caller is about to enter this step: a rank that sleeps comes too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RankGroupServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=hocket_dot_rpc_dot_worker__pb2.WakeRequest.FromString,
+                    response_serializer=hocket_dot_rpc_dot_worker__pb2.WakeResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'hocket.worker.v1.RankGroup', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('hocket.worker.v1.RankGroup', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RankGroup:
+    """Between the ranks of an expert-parallel group.
+    """
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hocket.worker.v1.RankGroup/Wake',
+            hocket_dot_rpc_dot_worker__pb2.WakeRequest.SerializeToString,
+            hocket_dot_rpc_dot_worker__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

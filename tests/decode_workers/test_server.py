@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
+from decode_workers.group_peers import GroupPeers
 from decode_workers.server import ImportStreams
 from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
 from hocket.rpc import worker_pb2 as worker
@@ -97,7 +99,8 @@ async def serving(tiny_worker: Any) -> AsyncIterator[Running]:
     parts = WorkerParts(
         tiny_worker.engine, description, tiny_worker.imports.counters, release=lambda: None
     )
-    running = WorkerServer(server, parts, ImportStreams, lambda error: None)
+    peers = GroupPeers(parts.description.epoch, asyncio.get_running_loop())
+    running = WorkerServer(server, parts, partial(ImportStreams, peers), lambda error: None)
     await running.start()
     client, session = WorkerClient(address), SessionClient(address, "test")
     try:
