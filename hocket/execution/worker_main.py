@@ -21,10 +21,10 @@ from pathlib import Path
 
 from hocket import environment
 from hocket.clock import new_epoch
-from hocket.config import WorkerSettings, load_config, worker_settings
-from hocket.errors import HocketError
+from hocket.config import Config, WorkerSettings, load_config, worker_settings
+from hocket.errors import ConfigError, HocketError
 from hocket.execution.worker_process import HostedWorker
-from hocket.telemetry import configure_logging
+from hocket.logs import configure_logging
 from hocket.types import Role
 
 
@@ -35,9 +35,9 @@ def run_worker(
     arguments = _parser(role).parse_args()
     try:
         config = load_config(arguments.config, arguments.set)
-        settings = worker_settings(config, role, arguments.index, epoch=new_epoch())
-        settings = replace(settings, port=arguments.port)
-        configure_logging(settings.telemetry.log_level, settings.worker_id)
+        settings = _settings(config, role, arguments)
+        telemetry = settings.telemetry
+        configure_logging(telemetry.log_level, settings.worker_id, folder=telemetry.log_folder)
         with tempfile.TemporaryDirectory(prefix="hocket-") as log_folder:
             environment.set_variables(
                 environment.worker_environment(
@@ -49,6 +49,21 @@ def run_worker(
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _settings(config: Config, role: Role, arguments: argparse.Namespace) -> WorkerSettings:
+    """Raises ConfigError when the ranks of a group could not find each other."""
+    rank, epoch = arguments.rank, arguments.epoch or new_epoch()
+    settings = worker_settings(config, role, arguments.index, epoch=epoch, rank=rank)
+    size = 1 if settings.group is None else settings.group.size
+    if not 0 <= rank < size:
+        raise ConfigError(f"--rank is {rank}; this worker has ranks 0 to {size - 1}.")
+    if settings.group is not None and not (config.redis.url and arguments.epoch):
+        raise ConfigError(
+            f"decode.group_size is {size}: its ranks meet in Redis, so give all of them the same "
+            "redis.url and the same --epoch, one that this group never had before."
+        )
+    return replace(settings, port=arguments.port)
 
 
 def _run(worker: HostedWorker, drain_s: float) -> None:
@@ -73,5 +88,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a key"
     )
     parser.add_argument("--index", type=int, default=0, help="which worker of its pool (0)")
+    parser.add_argument("--rank", type=int, default=0, help="which rank of a decode group (0)")
+    parser.add_argument("--epoch", type=int, default=0, help="of this life; 0 takes a new one")
     parser.add_argument("--port", type=int, default=0, help="to listen on; 0 takes a free one")
     return parser

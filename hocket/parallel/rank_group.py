@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
 import torch
@@ -31,8 +31,6 @@ _MEETING_S = 600.0
 _LOOK_S = 0.02
 # Keys of a group's life; they are read while it forms only.
 _KEYS_LAST_S = 24 * 3600
-
-_Answer = TypeVar("_Answer")
 
 # torch exports these under `torch.distributed` at run time only, without their options' types.
 c10d: Any = _torch_c10d
@@ -95,10 +93,7 @@ class RankGroup:
         self.size = group.size
         self._store = store
         self._timeout = timedelta(seconds=group.timeout_s)
-        self._hosts = self._attempt(lambda: self._connect_gloo(host))
-        self._devices: Any = self._hosts
-        if device.type == "cuda":
-            self._devices = self._attempt(self._connect_nccl)
+        self._hosts, self._devices = self._connect(host, device)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by rank; as many from each."""
@@ -106,7 +101,7 @@ class RankGroup:
         everyone = own.new_empty(self.size * len(numbers))
         options = c10d.AllgatherOptions()
         options.timeout = self._timeout
-        self._attempt(lambda: self._hosts._allgather_base(everyone, own, options).wait())
+        self._together(lambda: self._hosts._allgather_base(everyone, own, options))
         return everyone.view(self.size, -1).tolist()
 
     def all_to_all(
@@ -117,10 +112,10 @@ class RankGroup:
         arrived_MX = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])
         options = c10d.AllToAllOptions()
         options.timeout = self._timeout
-        self._attempt(
+        self._together(
             lambda: self._devices.alltoall_base(
                 arrived_MX, rows_NX.contiguous(), list(received), list(sent), options
-            ).wait()
+            )
         )
         return arrived_MX
 
@@ -129,23 +124,31 @@ class RankGroup:
         self._store.set(f"{key}/{self.rank}", text)
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
 
-    def _connect_gloo(self, host: str) -> Any:
+    def _connect(self, host: str, device: torch.device) -> tuple[Any, Any]:
+        """The process groups of the hosts and of the devices; on CPUs they are one."""
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = self._timeout
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
         store = c10d.PrefixStore("gloo", self._store)
-        return c10d.ProcessGroupGloo(store, self.rank, self.size, options)
-
-    def _connect_nccl(self) -> Any:
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        store = c10d.PrefixStore("nccl", self._store)
-        return c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
-
-    def _attempt(self, action: Callable[[], _Answer]) -> _Answer:
-        """torch raises RuntimeError (and its DistBackendError) when a peer is gone or late."""
         try:
-            return action()
+            hosts = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+            if device.type != "cuda":
+                return hosts, hosts
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            store = c10d.PrefixStore("nccl", self._store)
+            return hosts, c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise GroupLost(
+                f"Rank {self.rank} of expert-parallel group {self.name} could not meet the others "
+                f"from {host}: {error}"
+            ) from error
+
+    def _together(self, start: Callable[[], Any]) -> None:
+        """Runs a collective. torch raises RuntimeError (and its DistBackendError) when a peer is
+        gone or late."""
+        try:
+            start().wait()
         except RuntimeError as error:
             raise GroupLost(
                 f"Expert-parallel group {self.name} has lost a rank, and with it this step; all "

@@ -17,7 +17,10 @@ Answer = TypeVar("Answer")
 
 
 def run_ranks(
-    size: int, rank_body: Callable[[RankGroup], Answer], timeout_s: float = 20.0
+    size: int,
+    rank_body: Callable[[RankGroup], Answer],
+    timeout_s: float = 20.0,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> list[Answer]:
     """The body's answer on each rank, by rank; raises what a rank raised."""
     store: Any = c10d.HashStore()
@@ -28,7 +31,7 @@ def run_ranks(
     def run(rank: int) -> None:
         settings = GroupSettings("decode-0", rank, size, RedisSettings(), timeout_s)
         try:
-            group = RankGroup(store, settings, "127.0.0.1", torch.device("cpu"))
+            group = RankGroup(store, settings, "127.0.0.1", device)
             answers[rank] = rank_body(group)
         except Exception as error:
             errors[rank] = error

@@ -67,3 +67,24 @@ def test_experts_are_spread_in_runs_without_gap() -> None:
 def test_more_ranks_than_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"decode\.group_size is 7.* 6 experts"):
         ExpertPlacement(NUM_EXPERTS, NUM_EXPERTS + 1)
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_over_nccl_gives_what_the_local_dispatcher_gives() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+
+    def body(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_TH, experts_TK, weights_TK = (part.to(device) for part in tokens_of(0, 7))
+        combined = []
+        for dispatcher in (
+            AllToAllDispatcher(group, ExpertPlacement(NUM_EXPERTS, 1)),
+            LocalDispatcher(),
+        ):
+            rows = dispatcher.dispatch(hidden_TH, experts_TK, 8)
+            combined.append(dispatcher.combine(rows.hidden_RH * 2, rows, weights_TK))
+        return combined[0], combined[1]
+
+    ((sent, kept),) = run_ranks(1, body, device=device)
+    assert torch.equal(sent, kept)

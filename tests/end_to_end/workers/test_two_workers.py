@@ -49,10 +49,10 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=11)
 class Worker:
     """One worker process; `address` is what it printed."""
 
-    def __init__(self, package: str, config: Path, log: Path) -> None:
+    def __init__(self, package: str, config: Path, log: Path, *arguments: str) -> None:
         self._log = log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", package, "--config", str(config)],
+            [sys.executable, "-m", package, "--config", str(config), *arguments],
             cwd=ROOT,
             # A killed process cannot clean up its temporary files.
             env={**os.environ, "TMPDIR": str(log.parent)},
