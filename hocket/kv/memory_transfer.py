@@ -10,6 +10,7 @@ No threads, no clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hocket.kv.transfer import PoolDescription, ReadId, ReadResult, ReadState
@@ -96,6 +97,7 @@ class MemoryFabric:
     def _end(self, read: MemoryRead, result: ReadResult) -> None:
         self.reads.remove(read)
         read.result = result
+        read.importer.on_end()
 
 
 class MemoryExporter:
@@ -139,6 +141,7 @@ class MemoryImporter:
     def __init__(self, fabric: MemoryFabric, pool: list[bytes]) -> None:
         self.pool = pool
         self.num_rebuilds = 0
+        self.on_end: Callable[[], None] = lambda: None
         self.forgotten: list[str] = []
         self._fabric = fabric
         self._reads: dict[ReadId, MemoryRead] = {}
@@ -153,6 +156,8 @@ class MemoryImporter:
         read = MemoryRead(number, self, peer, slot, list(remote_blocks), list(local_blocks))
         self._reads[number] = read
         self._fabric.post(read)
+        if self._fabric.is_automatic:
+            self.on_end()
         return number
 
     def poll(self, read: ReadId) -> ReadResult:
@@ -163,6 +168,9 @@ class MemoryImporter:
             del self._reads[read]
             self._has_read = self._has_read or posted.result.state is ReadState.DONE
         return posted.result
+
+    def notify(self, on_end: Callable[[], None]) -> None:
+        self.on_end = on_end
 
     def transport(self) -> str:
         return "memory" if self._has_read else ""

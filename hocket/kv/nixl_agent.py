@@ -95,6 +95,14 @@ class Part:
     in_pieces: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A posted READ of epochs: that of `slots[i]` into our `words[i]`."""
+
+    slots: list[int]
+    words: list[int]
+
+
 def new_agent_name(prefix: str) -> str:
     """A name that no other agent has, also not this process's next incarnation."""
     return f"{prefix}-{uuid.uuid4().hex}"[:MAX_AGENT_NAME]
@@ -104,7 +112,7 @@ def pieces_per_block(block_bytes: int) -> int:
     """Into how many equal pieces a block is cut so that each fits a TCP message.
 
     >>> pieces_per_block(64 * 1024), pieces_per_block(61 * 64 * 576 * 2)
-    (1, 18)
+    (1, 9)
     """
     num_pieces = -(-block_bytes // _LARGEST_PIECE_BYTES)
     while block_bytes % num_pieces:
@@ -222,9 +230,9 @@ class NixlAgent:
         theirs = link.pool.pieces if part.in_pieces else link.pool.blocks
         return self._post((ours, part.local), (theirs, part.remote))
 
-    def read_word(self, link: Link, slot: int, word: int) -> int:
-        """Posts a READ of a slot's epoch into one of our words and returns its handle."""
-        return self._post((self._words, [word]), (link.epochs, [slot]))
+    def read_epochs(self, link: Link, fence: Fence) -> int:
+        """Posts a READ of slots' epochs into our words and returns its handle."""
+        return self._post((self._words, fence.words), (link.epochs, fence.slots))
 
     def is_done(self, handle: int) -> bool:
         """Whether a posted READ has ended well. Raises NixlError when it ended badly."""

@@ -1,22 +1,26 @@
 """The importer's thread: owns the import agent, the peers and the READs in flight.
 
 Comes from `hocket/kv/nixl_transfer.py`, which puts commands into `inbox` and takes results out.
-A READ is a chain of posts, one after the other: its parts, then the epoch word. Over RDMA, NVLink
-or within a host it has one part; what may be TCP is cut, and such a peer is sent one post at a
-time (`hocket/kv/nixl_agent.py` says why). Which it is, UCX's log says after the first READ.
+READs of one peer that wait together travel as one batch: a chain of posts, one after the other,
+first the blocks, then, once they are here, the epochs. Over RDMA, NVLink or within a host these are
+two posts; what may be TCP is cut, and such a peer is sent one post at a time
+(`hocket/kv/nixl_agent.py` says why). Which it is, UCX's log says after the first READ.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hocket.kv.nixl_agent import (
+    Fence,
     Link,
     NixlAgent,
     NixlError,
@@ -33,16 +37,23 @@ _logger = logging.getLogger(__name__)
 
 # READs that can be in flight; each needs a word for the epoch to land in.
 _NUM_WORDS = 4096
+# After a post the thread looks again and again for this long (a TCP message on one host takes about
+# as long), then after a share of the time it has waited, so that it is late by that share at most.
+_SPIN_S = 0.0002
+_LATE_SHARE = 1 / 16
 _SHORTEST_POLL_S = 0.00005
 _LONGEST_POLL_S = 0.002
+# READs that wait for the same peer are sent together up to here, so that none waits long.
+_BATCH_BYTES = 8 * 2**20
+# Results wait at most about this long for others to be told with.
+_TELL_AFTER_S = 0.001
 
 _FENCED = ReadResult(ReadState.FENCED)
 
 
 @dataclass(slots=True)
 class Read:
-    """A READ as it is asked for, and how far it is: `handle` is the post in flight, 0 for none;
-    `parts` are still to be posted, None before the first; `word` receives the epoch."""
+    """A READ as it is asked for; `word` is where its epoch may land."""
 
     id: ReadId
     peer: PoolDescription
@@ -50,9 +61,6 @@ class Read:
     remote_blocks: list[int]
     local_blocks: list[int]
     word: int = 0
-    parts: deque[Part] | None = None
-    reads_epoch: bool = False
-    handle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +84,47 @@ Command = Read | Forget | Rebuild | Close
 
 
 @dataclass(slots=True)
+class _Batch:
+    """READs on their way together. `handle` is the post in flight, 0 for none; `posts` are still to
+    come. The epoch of slot s lands in word `words[s]`."""
+
+    reads: list[Read]
+    words: dict[int, int]
+    posts: deque[Part | Fence]
+    handle: int = 0
+
+
+@dataclass(slots=True)
 class _Peer:
-    """A connected peer and its READs, oldest first. A broken one goes when the last has ended."""
+    """A connected peer and its READs, oldest first: `batches` are on their way. A broken one goes
+    when the last has ended."""
 
     link: Link
-    reads: list[Read] = field(default_factory=list[Read])
+    waiting: deque[Read] = field(default_factory=deque[Read])
+    batches: list[_Batch] = field(default_factory=list[_Batch])
     may_be_tcp: bool = True
     is_judged: bool = False
     is_broken: bool = False
 
     @property
-    def active(self) -> list[Read]:
-        return self.reads[:1] if self.may_be_tcp else list(self.reads)
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.batches)
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the next READs may leave now."""
+        return bool(self.waiting) and not (self.may_be_tcp and self.batches)
 
 
 class ImportLoop:
-    """`run` is the thread. `started` gets one item: the error of the start, or None."""
+    """`run` is the thread. `started` gets one item: the error of the start, or None. `on_end` is
+    called in that thread after results."""
 
     def __init__(self, bindings: Any, pool: RegisteredPool, options: NixlOptions) -> None:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.results: dict[ReadId, ReadResult] = {}
         self.started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self.on_end: Callable[[], None] = lambda: None
         self.transport = ""
         # The bug that ended the thread.
         self.crash: Exception | None = None
@@ -107,7 +135,10 @@ class ImportLoop:
         self._free_words = deque(range(_NUM_WORDS))
         self._agent: NixlAgent | None = None
         self._peers: dict[str, _Peer] = {}
-        self._num_posts = 0
+        self._last_move = 0.0
+        # Results that `on_end` was not called for yet, and since when.
+        self._has_news = False
+        self._news_since = 0.0
 
     def run(self) -> None:
         try:
@@ -121,19 +152,24 @@ class ImportLoop:
         except Exception as error:
             _logger.exception("The KV import thread ends.")
             self.crash = error
+            self.on_end()
 
     def _serve(self) -> None:
-        poll_s = _SHORTEST_POLL_S
-        while True:
-            is_busy = any(peer.reads for peer in self._peers.values())
-            if self._take_commands(poll_s if is_busy else None):
-                self._destroy_agent()
-                return
-            num_before = self._num_posts
+        while not self._take_commands(self._wait_s()):
             for peer in list(self._peers.values()):
                 self._advance_peer(peer)
-            is_moving = self._num_posts != num_before
-            poll_s = _SHORTEST_POLL_S if is_moving else min(poll_s * 1.5, _LONGEST_POLL_S)
+            self._tell()
+        self._destroy_agent()
+        self._tell()
+
+    def _wait_s(self) -> float | None:
+        """How long to wait for commands before READs are looked at again; None: there are none."""
+        if not any(peer.is_busy for peer in self._peers.values()):
+            return None
+        waited_s = time.monotonic() - self._last_move
+        if waited_s < _SPIN_S:
+            return 0.0
+        return min(max(waited_s * _LATE_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S)
 
     def _take_commands(self, timeout_s: float | None) -> bool:
         """Does what the inbox says, waiting for it up to `timeout_s`; True: close."""
@@ -164,10 +200,10 @@ class ImportLoop:
                 peer = _Peer(self._nixl().connect(read.peer))
                 self._peers[read.peer.agent] = peer
         except NixlError as error:
-            self.results[read.id] = ReadResult(ReadState.FAILED, str(error))
+            self._end(read, ReadResult(ReadState.FAILED, str(error)))
             return
         read.word = self._free_words.popleft()
-        peer.reads.append(read)
+        peer.waiting.append(read)
 
     def _check(self, read: Read) -> None:
         """What the peer says of itself must fit what is asked of it."""
@@ -182,53 +218,91 @@ class ImportLoop:
             raise NixlError(f"{_NUM_WORDS} READs are in flight, the limit")
 
     def _advance_peer(self, peer: _Peer) -> None:
-        for read in peer.active:
+        while peer.takes_batch:
+            peer.batches.append(self._new_batch(peer))
+        for batch in list(peer.batches):
             try:
-                result = self._advance(peer, read)
-            except NixlError as error:
+                has_ended, error = self._advance(peer, batch), ""
+            except NixlError as nixl_error:
                 # The next READ of this peer connects afresh.
                 peer.is_broken = True
-                result = ReadResult(ReadState.FAILED, str(error))
-            if result is not None:
-                self._release(read)
-                self._free_words.append(read.word)
-                peer.reads.remove(read)
-                self.results[read.id] = result
-        if peer.is_broken and not peer.reads:
+                has_ended, error = True, str(nixl_error)
+            if has_ended:
+                self._release(batch)
+                peer.batches.remove(batch)
+                for read in batch.reads:
+                    self._free_words.append(read.word)
+                    self._end(read, self._result(batch, read, error))
+        if peer.is_broken and not peer.is_busy:
             self._drop(peer)
 
-    def _advance(self, peer: _Peer, read: Read) -> ReadResult | None:
-        """Posts as long as posts end at once; the result when the last one did. The epoch is asked
-        for only after the blocks' completion was seen: lanes are unordered."""
-        agent = self._nixl()
-        if read.parts is None:
-            read.parts = self._parts(peer, read)
-        while not read.handle or agent.is_done(read.handle):
-            if read.reads_epoch:
-                self._judge(peer)
-                return ReadResult(ReadState.DONE, epoch=int(self._words[read.word]))
-            self._release(read)
-            if read.parts:
-                read.handle = agent.read_part(peer.link, read.parts.popleft())
-            else:
-                read.handle = agent.read_word(peer.link, read.slot, read.word)
-                read.reads_epoch = True
-            self._num_posts += 1
-        return None
-
-    def _parts(self, peer: _Peer, read: Read) -> deque[Part]:
+    def _new_batch(self, peer: _Peer) -> _Batch:
+        """Takes READs that wait, up to _BATCH_BYTES, but always one. For chunks of one prompt, one
+        look at the epoch after the last of them is enough."""
+        reads, remote, local = list[Read](), list[int](), list[int]()
+        most_blocks = _BATCH_BYTES // self._pool.block_bytes
+        while peer.waiting:
+            read = peer.waiting[0]
+            if reads and len(local) + len(read.local_blocks) > most_blocks:
+                break
+            reads.append(peer.waiting.popleft())
+            remote += read.remote_blocks
+            local += read.local_blocks
+        words = {read.slot: read.word for read in reads}
+        posts = deque[Part | Fence]()
         if peer.may_be_tcp:
-            return deque(cut_for_tcp(read.remote_blocks, read.local_blocks, self._pool.block_bytes))
-        return deque([Part(read.remote_blocks, read.local_blocks, in_pieces=False)])
+            posts += cut_for_tcp(remote, local, self._pool.block_bytes)
+            posts += [Fence([slot], [word]) for slot, word in words.items()]
+        else:
+            posts.append(Part(remote, local, in_pieces=False))
+            posts.append(Fence(list(words), list(words.values())))
+        return _Batch(reads, words, posts)
 
-    def _release(self, read: Read) -> None:
+    def _advance(self, peer: _Peer, batch: _Batch) -> bool:
+        """Posts as long as posts end at once; True when the last one did. Epochs are asked for only
+        after the blocks' completion was seen: lanes are unordered."""
+        agent = self._nixl()
+        while not batch.handle or agent.is_done(batch.handle):
+            self._last_move = time.monotonic()
+            self._release(batch)
+            if not batch.posts:
+                self._judge(peer)
+                return True
+            post = batch.posts.popleft()
+            if isinstance(post, Part):
+                batch.handle = agent.read_part(peer.link, post)
+            else:
+                batch.handle = agent.read_epochs(peer.link, post)
+        return False
+
+    def _result(self, batch: _Batch, read: Read, error: str) -> ReadResult:
+        if error:
+            return ReadResult(ReadState.FAILED, error)
+        return ReadResult(ReadState.DONE, epoch=int(self._words[batch.words[read.slot]]))
+
+    def _release(self, batch: _Batch) -> None:
         """Frees the handle of a post that ended. If NIXL refuses, some memory is lost."""
-        handle, read.handle = read.handle, 0
+        handle, batch.handle = batch.handle, 0
         try:
             if handle:
                 self._nixl().release(handle)
         except NixlError as error:
             _logger.warning("The handle of a READ was not freed: %s", error)
+
+    def _end(self, read: Read, result: ReadResult) -> None:
+        """READs that end close together are told at once: waking who waits costs as much as a
+        small READ."""
+        now = time.monotonic()
+        if not self._has_news:
+            self._has_news, self._news_since = True, now
+        self.results[read.id] = result
+        if now - self._news_since >= _TELL_AFTER_S:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._has_news:
+            self._has_news = False
+            self.on_end()
 
     # Peers and the agent.
 
@@ -275,7 +349,7 @@ class ImportLoop:
             self._agent.close()
             self._agent = None
         for peer in self._peers.values():
-            for read in peer.reads:
+            for read in [*(r for batch in peer.batches for r in batch.reads), *peer.waiting]:
                 self._free_words.append(read.word)
-                self.results[read.id] = _FENCED
+                self._end(read, _FENCED)
         self._peers.clear()

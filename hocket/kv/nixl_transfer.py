@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -123,6 +124,9 @@ class NixlImporter:
             return _IN_PROGRESS
         self._in_flight.remove(read)
         return result
+
+    def notify(self, on_end: Callable[[], None]) -> None:
+        self._loop.on_end = on_end
 
     def transport(self) -> str:
         return self._loop.transport

@@ -10,6 +10,7 @@ hands work to a thread of its own, so no method here but `close` blocks on bytes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -101,6 +102,11 @@ class KVImporter(Protocol):
 
     def poll(self, read: ReadId) -> ReadResult:
         """How the READ stands. A final result is forgotten once it was returned."""
+        ...
+
+    def notify(self, on_end: Callable[[], None]) -> None:
+        """From now on calls `on_end`, from any thread, after each READ's end can be polled, so
+        that nobody has to poll before."""
         ...
 
     def transport(self) -> str:

@@ -10,6 +10,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import cached_property
 from pathlib import Path
@@ -83,18 +84,22 @@ class Reader:
         self.blocks = Blocks(np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8), MEMORY)
         options = NixlOptions(self.blocks.cuda_version, ucx_log=UCX_LOG)
         self.importer = NixlImporter(self.blocks.pool, options)
+        self.ended = threading.Event()
+        self.importer.notify(self.ended.set)
 
-    def post(self, owner: Owner, remote: list[int], local: list[int]) -> ReadId:
-        return self.importer.read_blocks(owner.pool, 1, remote, local)
+    def post(self, owner: Owner, remote: list[int], local: list[int], slot: int = 1) -> ReadId:
+        return self.importer.read_blocks(owner.pool, slot, remote, local)
 
     def wait(self, read: ReadId, timeout_s: float = 10.0) -> tuple[ReadResult, float]:
+        """Polls only when the importer said that something ended."""
         start = time.perf_counter()
         while True:
+            self.ended.clear()
             result = self.importer.poll(read)
             seconds = time.perf_counter() - start
             if result.state is not ReadState.IN_PROGRESS or seconds > timeout_s:
                 return result, seconds
-            time.sleep(0.0002)
+            self.ended.wait(timeout_s - seconds)
 
     def read(self, owner: Owner, remote: list[int], local: list[int]) -> tuple[ReadResult, float]:
         return self.wait(self.post(owner, remote, local))
@@ -126,6 +131,18 @@ def fence(reader: Reader, owner: Owner, said: dict[str, Any]) -> None:
     said["epoch_bumped"] = int(owner.ask("bump 1"))
     result, _ = reader.read(owner, [0], [0])
     said["epoch_after_bump"] = result.epoch
+
+
+def many_at_once(reader: Reader, owner: Owner, said: dict[str, Any]) -> None:
+    """READs of three slots' blocks wait together; one of the slots is in its next epoch."""
+    bumped = int(owner.ask("bump 2"))
+    reader.blocks.fill(0)
+    slots = [0, 2, 3, 2, 0, 0, 3, 2] * 8
+    posted = [reader.post(owner, [b], [63 - b], slot) for b, slot in enumerate(slots)]
+    results = [reader.wait(read)[0] for read in posted]
+    said["many_equal"] = bool((reader.blocks.read()[::-1] == owner.blocks()).all())
+    said["many_epochs"] = [result.epoch for result in results]
+    said["many_epochs_promised"] = [bumped if slot == 2 else owner.epoch for slot in slots]
 
 
 def idle(owner: Owner, said: dict[str, Any]) -> None:
@@ -207,6 +224,7 @@ def main() -> None:
         first, second, third, fourth = owners
         plain_reads(reader, first, said)
         fence(reader, first, said)
+        many_at_once(reader, first, said)
         idle(first, said)
         stopped_peer(reader, first, said)
         said["other_peer_equal"] = same_bytes(reader, second)

@@ -82,6 +82,12 @@ def test_a_bump_by_the_owner_trips_the_fence(seen: dict[str, Any]) -> None:
     assert seen["epoch_after_bump"] == seen["epoch_bumped"]
 
 
+def test_reads_that_travel_together_keep_their_own_blocks_and_fences(seen: dict[str, Any]) -> None:
+    assert seen["many_equal"]
+    assert seen["many_epochs"] == seen["many_epochs_promised"]
+    assert len(set(seen["many_epochs"])) == 2
+
+
 def test_the_transport_found_is_named_on_evidence(seen: dict[str, Any]) -> None:
     if seen["memory"] == "cuda":
         assert seen["transport"] not in ("", "tcp", "cma")

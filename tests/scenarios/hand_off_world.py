@@ -74,18 +74,19 @@ class Prefill:
         return handle
 
 
-class World:
-    """Both halves and the streams between them."""
+@dataclass
+class Decode:
+    """A decode worker's half, in one of its lives."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.fabric = MemoryFabric(is_automatic=False)
-        self.prefill = Prefill(self.fabric)
+    fabric: MemoryFabric
+    epoch: int = 5
+
+    def __post_init__(self) -> None:
         self.pool = BlockPool(NUM_BLOCKS)
         self.importer = MemoryImporter(self.fabric, [EMPTY] * NUM_BLOCKS)
         settings = ImportSettings(
             worker_id="decode-0",
-            worker_epoch=5,
+            worker_epoch=self.epoch,
             fingerprint=FINGERPRINT,
             progress_timeout_s=PROGRESS_TIMEOUT_S,
             read_timeout_s=READ_TIMEOUT_S,
@@ -93,6 +94,17 @@ class World:
             quarantine_timeout_s=QUARANTINE_TIMEOUT_S,
         )
         self.imports = ImportTable(self.pool, self.importer, settings)
+
+
+class World:
+    """Both halves and the streams between them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.fabric = MemoryFabric(is_automatic=False)
+        self.prefill = Prefill(self.fabric)
+        decode = Decode(self.fabric)
+        self.pool, self.importer, self.imports = decode.pool, decode.importer, decode.imports
         self.outcomes: dict[RequestKey, Imported | ImportFailed] = {}
         # Set: nothing crosses, and nobody is told.
         self.is_cut = False
@@ -127,10 +139,6 @@ class World:
         """The only READ in flight."""
         (read,) = self.fabric.reads
         return read
-
-    @property
-    def open_keys(self) -> list[RequestKey]:
-        return list(self._streams)
 
     def break_stream(self, key: RequestKey) -> None:
         """The connection of one hand-off breaks, and both sides notice."""
