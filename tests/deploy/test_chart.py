@@ -113,13 +113,14 @@ def test_hocket_loads_the_configuration(
     assert ports == (50051, 8000, 9090)
     for role in POOLS:
         group, pool = group_of(cluster, role), getattr(config, role)
-        workers_per_pod = pool.workers / (group["replicas"] * group["numOfHosts"])
-        assert workers_per_pod == int(workers_per_pod) >= 1
-        # Ray can place exactly these workers: labels, CPUs and GPUs of the group are theirs.
+        ranks = config.decode.group_size if role == "decode" else 1
+        per_pod = pool.workers * ranks / (group["replicas"] * group["numOfHosts"])
+        assert per_pod == int(per_pod) >= 1
+        # Ray can place exactly these processes: labels, CPUs and GPUs of the group are theirs.
         assert pool.placement.labels.items() <= group["labels"].items()
-        assert pool.placement.num_cpus * workers_per_pod <= int(group["resources"]["cpu"])
+        assert pool.placement.num_cpus * per_pod <= int(group["resources"]["cpu"])
         num_gpus = int(group["resources"].get("GPU", "0"))
-        assert pool.placement.num_gpus * workers_per_pod == num_gpus
+        assert pool.placement.num_gpus * per_pod == num_gpus
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         assert limits.get("nvidia.com/gpu", 0) == num_gpus
 

@@ -35,10 +35,17 @@ def test_rights_are_the_autoscalers_and_no_more(helm: Helm) -> None:
             "apiGroups": ["ray.io"],
             "resources": ["rayclusters"],
             "resourceNames": ["hocket"],
-            "verbs": ["get", "list", "watch", "patch"],
+            "verbs": ["get", "patch"],
         },
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": ["hocket-autoscaler"],
+            "verbs": ["get", "update"],
+        },
     ]
+    assert the(documents, "Lease", "hocket-autoscaler")["apiVersion"] == "coordination.k8s.io/v1"
     tokens = {n: p["automountServiceAccountToken"] for n, p in pod_specs(documents).items()}
     assert {name for name, has_token in tokens.items() if has_token} == {
         "gateway",
@@ -69,6 +76,15 @@ def test_a_closed_door_is_closed_everywhere(helm: Helm, tmp_path: Path) -> None:
     assert [port["port"] for port in ports] == [50051]
     (rule,) = the(documents, "NetworkPolicy", "hocket-gateway")["spec"]["ingress"]
     assert rule == {"ports": [{"protocol": "TCP", "port": 50051}]}
+
+
+def test_the_operators_door_stays_inside_its_pod(helm: Helm, tmp_path: Path) -> None:
+    """`kubectl exec` and `port-forward` reach it there; nobody else may resize the pools."""
+    documents = helm.template()
+    config = config_of(documents, tmp_path)
+    assert (config.gateway.admin_host, config.gateway.admin_port) == ("127.0.0.1", 50052)
+    service = the(documents, "Service", "hocket-gateway")["spec"]
+    assert 50052 not in [port["port"] for port in service["ports"]]
 
 
 def test_only_named_peers_reach_the_gateway(helm: Helm) -> None:

@@ -90,5 +90,5 @@ def test_model_volume_is_read_only_where_the_model_is_read(
 def test_disruption_budgets_leave_what_was_asked(rendered: dict[str, list[Document]]) -> None:
     budgets = [d for d in rendered["gb200"] if d["kind"] == "PodDisruptionBudget"]
     least = {d["metadata"]["name"]: d["spec"]["minAvailable"] for d in budgets}
-    assert least == {"hocket-prefill": 1, "hocket-decode": 8}
+    assert least == {"hocket-prefill": 1, "hocket-decode": 16}
     assert not [d for d in rendered["default"] if d["kind"] == "PodDisruptionBudget"]

@@ -32,6 +32,7 @@ KINDS = {
     "apps/v1": ("statefulsets",),
     "rbac.authorization.k8s.io/v1": ("roles", "rolebindings"),
     "networking.k8s.io/v1": ("networkpolicies",),
+    "coordination.k8s.io/v1": ("leases",),
     "ray.io/v1": ("rayclusters",),
 }
 SINGULAR = {
@@ -42,6 +43,7 @@ SINGULAR = {
     "roles": "Role",
     "rolebindings": "RoleBinding",
     "networkpolicies": "NetworkPolicy",
+    "leases": "Lease",
     "rayclusters": "RayCluster",
 }
 

@@ -24,6 +24,9 @@ FROM_OTHER_VALUES = {
     "gateway.host",
     "gateway.port",
     "gateway.http_port",
+    "autoscaler.enabled",
+    "autoscaler.prefill",
+    "autoscaler.decode",
     "telemetry.metrics_host",
     "telemetry.metrics_port",
     "redis.url",
@@ -37,6 +40,8 @@ REFUSED_BY_SCHEMA = [
     ("prefil={}", "prefil"),
     ("prefill.replica=2", "replica"),
     ("prefill.replicas=0", "replicas"),
+    ("decode.numOfHosts=2", "numOfHosts"),
+    ("config.autoscaler.ttft_s=0", "ttft_s"),
     ("decode.gpus=-1", "gpus"),
     ("decode.gpus=half", "gpus"),
     ("prefill.memory=lots", "memory"),
@@ -61,8 +66,16 @@ REFUSED_BY_SCHEMA = [
     ("networkPolicy.ucxPorts.first=70000", "first"),
 ]
 REFUSED_TOGETHER = [
-    ("prefill.workersPerPod=2", "prefill.workersPerPod is 2, but prefill.cpus is only 1"),
-    ("decode.gpus=3,decode.cpus=4,decode.workersPerPod=2", "decode.gpus is 3"),
+    ("prefill.processesPerPod=2", "prefill.processesPerPod is 2, but prefill.cpus is only 1"),
+    ("decode.gpus=3,decode.cpus=4,decode.processesPerPod=2", "decode.gpus is 3"),
+    (
+        "config.decode.group_size=6,decode.cpus=4,decode.processesPerPod=4",
+        "config.decode.group_size is 6, decode.processesPerPod 4: one must divide the other",
+    ),
+    (
+        "config.decode.group_size=2,decode.cpus=3,decode.processesPerPod=3",
+        "config.decode.group_size is 2, decode.processesPerPod 3: one must divide the other",
+    ),
     ("autoscaling.enabled=true,decode.replicas=9", "decode.replicas is 9; it must be from"),
     ("config.model.path=/models/x", 'config.model.path is "/models/x", but modelVolume.type'),
     (

@@ -2,11 +2,15 @@
 {{- define "hocket.checks" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := index $.Values $role -}}
-{{- if gt (int $pool.workersPerPod) (int $pool.cpus) -}}
-{{- fail (printf "%s.workersPerPod is %v, but %s.cpus is only %v: every worker needs one." $role $pool.workersPerPod $role $pool.cpus) -}}
+{{- if gt (int $pool.processesPerPod) (int $pool.cpus) -}}
+{{- fail (printf "%s.processesPerPod is %v, but %s.cpus is only %v: every process needs one." $role $pool.processesPerPod $role $pool.cpus) -}}
 {{- end -}}
-{{- if and $pool.gpus (mod $pool.gpus $pool.workersPerPod) -}}
-{{- fail (printf "%s.gpus is %v, which %s.workersPerPod (%v) does not divide." $role $pool.gpus $role $pool.workersPerPod) -}}
+{{- if and $pool.gpus (mod $pool.gpus $pool.processesPerPod) -}}
+{{- fail (printf "%s.gpus is %v, which %s.processesPerPod (%v) does not divide." $role $pool.gpus $role $pool.processesPerPod) -}}
+{{- end -}}
+{{- $replica := include "hocket.replica" (dict "root" $ "role" $role) | fromJson -}}
+{{- if ne (mul $replica.pods $pool.processesPerPod) (mul $replica.workers $replica.ranks) -}}
+{{- fail (printf "config.decode.group_size is %v, decode.processesPerPod %v: one must divide the other." $replica.ranks $pool.processesPerPod) -}}
 {{- end -}}
 {{- if $.Values.autoscaling.enabled -}}
 {{- if or (lt (int $pool.replicas) (int $pool.minReplicas)) (gt (int $pool.replicas) (int $pool.maxReplicas)) -}}

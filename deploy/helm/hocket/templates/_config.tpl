@@ -8,13 +8,25 @@ both.
 {{- $config := deepCopy .Values.config -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := index $.Values $role -}}
-{{- $_ := set (index $config $role) "workers" (mul $pool.replicas $pool.numOfHosts $pool.workersPerPod) -}}
+{{- $replica := include "hocket.replica" (dict "root" $ "role" $role) | fromJson -}}
+{{- $_ := set (index $config $role) "workers" (mul $pool.replicas $replica.workers) -}}
 {{- $placement := dict
-      "num_cpus" (divf $pool.cpus $pool.workersPerPod)
-      "num_gpus" (divf $pool.gpus $pool.workersPerPod)
+      "num_cpus" (divf $pool.cpus $pool.processesPerPod)
+      "num_gpus" (divf $pool.gpus $pool.processesPerPod)
       "labels" (dict "hocket.pool" $role) -}}
-{{- $_ := set (index $config $role) "placement" $placement -}}
+{{- if gt (int $replica.ranks) 1 -}}
+{{- $_ := set $placement "together" (gt (int $replica.pods) 1 | ternary "hocket.replica" "ray.io/node-id") -}}
 {{- end -}}
+{{- $_ := set (index $config $role) "placement" $placement -}}
+{{- $limits := dict "max_workers" (mul $pool.replicas $replica.workers) -}}
+{{- if $.Values.autoscaling.enabled -}}
+{{- $limits = dict
+      "min_workers" (mul $pool.minReplicas $replica.workers)
+      "max_workers" (mul $pool.maxReplicas $replica.workers) -}}
+{{- end -}}
+{{- $_ := set $config.autoscaler $role $limits -}}
+{{- end -}}
+{{- $_ := set $config.autoscaler "enabled" .Values.autoscaling.enabled -}}
 {{- $_ := set $config.gateway "host" "0.0.0.0" -}}
 {{- $_ := set $config.gateway "port" .Values.gateway.port -}}
 {{- $_ := set $config.gateway "http_port" (.Values.gateway.httpPort | default -1) -}}

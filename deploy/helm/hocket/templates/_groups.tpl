@@ -1,4 +1,16 @@
 {{/*
+What a replica of a pool is, as JSON: ranks of a worker; pods, which live and die together; workers
+that these hold. Takes a dict: root, role.
+*/}}
+{{- define "hocket.replica" -}}
+{{- $perPod := int (index .root.Values .role).processesPerPod -}}
+{{- $ranks := 1 -}}
+{{- if eq .role "decode" }}{{ $ranks = int (.root.Values.config.decode.group_size | default 1) }}{{ end -}}
+{{- $pods := max 1 (div $ranks $perPod) -}}
+{{- toJson (dict "ranks" $ranks "pods" $pods "workers" (div (mul $pods $perPod) $ranks)) -}}
+{{- end }}
+
+{{/*
 The group as it lives in the cluster, as JSON; {} when sizes are not the autoscaler's or nothing is
 installed yet. An upgrade writes the whole list of groups, so it must write the size it finds, and
 the pods that the autoscaler has already chosen to go.
@@ -14,6 +26,24 @@ the pods that the autoscaler has already chosen to go.
 {{- end -}}
 {{- end -}}
 {{- toJson $found -}}
+{{- end }}
+
+{{/* A pod of a pool. Takes a dict: root; group; pool, its values; pods of a replica. */}}
+{{- define "hocket.poolPod" -}}
+{{- $env := .pool.env -}}
+{{- if gt .pods 1 -}}
+{{- /* Ray keeps the ranks of a worker on nodes with one value of this label. */ -}}
+{{- $label := dict "fieldRef" (dict "fieldPath" "metadata.labels['ray.io/worker-group-replica-name']") -}}
+{{- $env = concat (list
+      (dict "name" "HOCKET_REPLICA" "valueFrom" $label)
+      (dict "name" "RAY_OVERRIDE_LABELS" "value" "{\"hocket.replica\": \"$(HOCKET_REPLICA)\"}")) $env -}}
+{{- end -}}
+{{- /* A pod that was drained and given back need not wait for its grace to be over. */ -}}
+{{- $stop := dict "preStop" (dict "exec" (dict "command" (list "ray" "stop"))) -}}
+{{- include "hocket.pod" (dict
+      "root" .root "group" .group "spec" .pool "env" $env
+      "container" (toYaml (dict "lifecycle" $stop))
+      "graceSeconds" (int .pool.terminationGracePeriodSeconds)) -}}
 {{- end }}
 
 {{- define "hocket.gatewayPod" -}}
