@@ -1,7 +1,7 @@
 """The two seams of the autoscaler: where observations come from, and who acts on sizes.
 
-The loop around them is four lines: observe, decide, resize what changed, keep the state. One
-process runs it, the holder of the leader lock; a new leader starts with an empty `State`.
+The loop around them (`control_plane.cluster.scaling_loop`) observes, decides, resizes what changed
+and keeps the state. One process runs it, the launcher; a new one starts with an empty `State`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class PoolExecutor(Protocol):
     def resize(self, role: Role, size: int) -> None:
         """Asks for `size` workers and returns without waiting for them.
 
-        Growing starts workers. Shrinking drains ready ones (they finish, and keep exported blocks
-        until these are read) and stops each once it is empty; never one that still starts, unless
-        there are too few ready ones. Twice the same size is harmless. Only after success is
-        `written_size` the new size.
+        Growing starts workers. Shrinking takes those away that serve nobody yet, then drains ready
+        ones (they finish, and keep exported blocks until these are read) and stops each once it is
+        empty. Twice the same size is harmless. Only after success is `written_size` the new size.
 
         Raises:
             HocketError: the size was not taken, for example because somebody changed the pool in
@@ -42,7 +41,20 @@ class PoolExecutor(Protocol):
         """
         ...
 
+    def edit(self, role: Role, size: int) -> None:
+        """As `resize`, for an operator (`hocket scale prefill=3`): `written_size` is then another
+        size, so that the autoscaler sees whose size this is and keeps it.
+
+        Raises:
+            HocketError: as `resize`.
+        """
+        ...
+
     def release(self, role: Role) -> None:
         """Takes an operator's size over as the executor's own (`hocket scale prefill=auto`):
         `written_size` becomes `size`, and the autoscaler goes on from there at once."""
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """What it waits for, a line each; for `hocket status`."""
         ...

@@ -110,7 +110,8 @@ class PoolWorkers:
 
     size: workers asked for at present, by whomever (the replicas of a group, say).
     written_size: the size that the executor itself wrote last with success, or that it found when
-        it looked for the first time. Another `size` than this was written by an operator.
+        it looked for the first time. Another `size` than this was written by an operator; -1: so
+        was this very one.
     ready: serve now.
     starting_s: for each worker that starts or loads: seconds since it was asked for.
     draining: take nothing new, finish what they have; no longer part of `size`.
@@ -178,7 +179,7 @@ class DecodeLoad:
     running_requests: in batches now.
     waiting_requests: placed on a worker that cannot hold them yet.
     free_blocks, num_blocks: KV blocks; cached blocks that nobody uses count as free.
-    blocks_per_request: mean of the requests that ended.
+    blocks_per_request: mean of the requests that run.
     tokens_per_step: tokens that a request gets per step, 1 + accepted drafts; 1 without MTP.
     step_curve: of one worker.
     inter_token_s: mean time between tokens in the window.
@@ -188,7 +189,7 @@ class DecodeLoad:
     waiting_requests: int = 0
     free_blocks: int = 0
     num_blocks: int = 0
-    blocks_per_request: Metric = Missing("no request has ended")
+    blocks_per_request: Metric = Missing("no request runs")
     tokens_per_step: Metric = Missing("there was no step")
     step_curve: StepCurve | Missing = Missing("there was no step")
     inter_token_s: Metric = Missing("there was no token")

@@ -1,23 +1,27 @@
 """`hocket up`, without the terminal: everything is started in order, watched, and stopped.
 
-Order: Ray, placement groups, then store (embedded Valkey unless `redis.url` is set), workers and
-gateway side by side. `start` returns when the gateway lists every worker, so that the first
-request finds its pair. From then on a `Supervisor` thread replaces what dies. `stop` drains the
-gateway first, then the workers, and ends every process that `start` began, in any state; what it
-cannot end any more, because it was killed itself, the `Watchdog` does.
+Order: Ray, then store (embedded Valkey unless `redis.url` is set), gateway and workers side by
+side. `start` returns when the gateway lists every worker, so that the first request finds its pair.
+From then on one thread looks after them (the `Supervisor` replaces what dies, the `WorkerPools`
+start and drain), and another runs the scaling loop. `stop` drains the gateway first, then the
+workers, and ends every process that `start` began, in any state; what it cannot end any more,
+because it was killed itself, the `Watchdog` does.
 """
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from control_plane.autoscaler.observations import Missing
+from control_plane.autoscaler.windows import GatewayCounts
+from control_plane.cluster.departures import DepartureTimes
 from control_plane.cluster.embedded_store import StoreProcess, store_url
 from control_plane.cluster.gateway_actor import GatewayActor, GatewayPorts
+from control_plane.cluster.group_process import GroupProcess
+from control_plane.cluster.pools import PoolTimes, WorkerPools
 from control_plane.cluster.ray_runtime import (
     ActorOptions,
     RayProcess,
@@ -25,37 +29,47 @@ from control_plane.cluster.ray_runtime import (
     launch_actor,
     temporary_folder,
 )
-from control_plane.cluster.registry import Registry, check_redis
+from control_plane.cluster.ray_workers import RayWorkers
+from control_plane.cluster.readings import ClusterObservations
+from control_plane.cluster.registry import Registry
+from control_plane.cluster.repeating import Repeating
+from control_plane.cluster.scaling_loop import ScalingLoop, ScalingPlan
+from control_plane.cluster.scaling_policy import limits_of, pool_settings, targets_of
+from control_plane.cluster.scaling_store import ScalingStore
+from control_plane.cluster.shut_down import stop_workers
+from control_plane.cluster.sizes import Sizes, sizes_of
+from control_plane.cluster.start_checks import check_before_start
+from control_plane.cluster.start_up import GATEWAY, StartUp
 from control_plane.cluster.supervisor import Place, Process, Supervisor
 from control_plane.cluster.watchdog import MARK, Watchdog
-from control_plane.cluster.worker_actor import WorkerActor
-from control_plane.tokenizer import ModelTokenizer
 from hocket import environment
-from hocket.clock import SystemClock, new_epoch
-from hocket.config import Config, worker_settings
-from hocket.errors import ConfigError, InternalError
-from hocket.model.model_config import ModelConfig
+from hocket.clock import SystemClock
+from hocket.config import Config
+from hocket.errors import InternalError
 from hocket.types import Role, WorkerDescription
 
-GATEWAY = "gateway"
 STORE = "store"
-_ENTRIES = {
-    Role.PREFILL: "prefill_workers.server:WorkerProcess",
-    Role.DECODE: "decode_workers.server:WorkerProcess",
-}
-_LOOK_S = 0.05
-_LOCAL_WORKERS_PER_CPU = 8
+# Between looks while it serves, and between turns of the scaling loop.
+_KEEP_S = 0.2
+_SCALE_S = 0.5
+# The workers' drain when everything stops: without the gateway nothing new comes, and nobody
+# waits for an answer.
+_LAST_DRAIN_S = 1.0
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What listens where. `http_address` is empty when there is no HTTP door, `metrics_address`,
-    the gateway's, when there are no metrics."""
+    """What listens where. `http_address` and `admin_address` are empty when these doors are closed,
+    `metrics_address`, the gateway's, when there are no metrics. `log_folder`: where the log files
+    of this machine's processes are; empty when they have none."""
 
     gateway_address: str
     http_address: str
+    admin_address: str
     metrics_address: str
     redis_url: str
+    log_folder: str
     workers: tuple[WorkerDescription, ...]
 
 
@@ -73,8 +87,15 @@ class Cluster:
         self._folder: Path | None = None
         self._ray: RayRuntime | None = None
         self._supervisor: Supervisor | None = None
+        self._pools: WorkerPools | None = None
+        self._sizes: Sizes | None = None
+        self._threads: list[Repeating] = []
+        self._store: ScalingStore | None = None
+        self._registry: Registry | None = None
+        self._clock = SystemClock()
+        gateway, metrics_port = config.gateway, config.telemetry.metrics_port
         self._ports = GatewayPorts(
-            config.gateway.port, config.gateway.http_port, config.telemetry.metrics_port
+            gateway.port, gateway.http_port, metrics_port, gateway.admin_port
         )
         self._has_own_store = not config.redis.url
         self._is_serving = False
@@ -85,44 +106,59 @@ class Cluster:
         Raises:
             HocketError: something did not start; the message says what and why. Call `stop`.
         """
-        self._check()
+        check_before_start(self._config, self._host())
+        sizes = self._sizes = sizes_of(self._config)
+        self._config = sizes.at_start(self._config)
         folder = self._folder = temporary_folder()
         self._watchdog = Watchdog(folder)
         environment.set_variables({MARK: str(folder)})
+        self._config = with_log_folder(self._config, folder)
         if self._has_own_store:
             settings = replace(self._config.redis, url=store_url(folder))
             self._config = replace(self._config, redis=settings)
         config = self._config
         self._report("starting Ray")
         self._ray = RayRuntime(config, folder, verbose=self._verbose)
-        self._supervisor = Supervisor(self._places(self._ray), SystemClock())
-        workers = self._wait_until_serving(self._supervisor)
-        self._supervisor.start()
+        supervisor = self._supervisor = Supervisor(self._places(), self._clock)
+        host = RayWorkers(config, self._host(), self._ucx_folder())
+        pools = self._pools = WorkerPools(host, supervisor, self._times(), self._clock)
+        for role in Role:
+            pools.start(role, pool_settings(config, role).workers)
+        StartUp(config, supervisor, pools, host, self._report).wait()
+        gateway = supervisor.processes()[GATEWAY]
+        assert isinstance(gateway, RayProcess)
+        self._ports = gateway.result
+        self._keep(supervisor, pools, sizes)
         self._is_serving = True
-        host, ports = config.gateway.host, self._ports
+        address, ports = config.gateway.host, self._ports
         return Serving(
-            gateway_address=f"{host}:{ports.grpc}",
-            http_address=f"{host}:{ports.http}" if ports.http >= 0 else "",
+            gateway_address=f"{address}:{ports.grpc}",
+            http_address=f"{address}:{ports.http}" if ports.http >= 0 else "",
+            admin_address=(
+                f"{config.gateway.admin_host}:{ports.admin}" if ports.admin >= 0 else ""
+            ),
             metrics_address=(
-                f"{config.telemetry.metrics_host or host}:{ports.metrics}"
+                f"{config.telemetry.metrics_host or address}:{ports.metrics}"
                 if ports.metrics >= 0
                 else ""
             ),
             redis_url=config.redis.url,
-            workers=workers,
+            log_folder=config.telemetry.log_folder,
+            workers=self._registered(),
         )
 
     def process_ids(self) -> dict[str, int]:
-        """The process of each place that serves now."""
+        """The process of each place that serves now; of a group, of each rank."""
         import ray
 
         assert self._supervisor is not None
-        running = self._supervisor.processes().items()
-        return {
-            name: ray.get(process.actor.process_id.remote(), timeout=5)
-            for name, process in running
-            if isinstance(process, RayProcess)
-        }
+        actors: dict[str, Any] = {}
+        for name, process in self._supervisor.processes().items():
+            if isinstance(process, GroupProcess):
+                actors |= {rank: one.actor for rank, one in process.ranks.items()}
+            elif isinstance(process, RayProcess):
+                actors[name] = process.actor
+        return {n: ray.get(actor.process_id.remote(), timeout=5) for n, actor in actors.items()}
 
     def restarts(self, name: str) -> int:
         """How often the process of a place was replaced."""
@@ -139,13 +175,20 @@ class Cluster:
     def stop(self) -> None:
         """Drains and ends everything. Safe to call again."""
         store: Process | None = None
+        for thread in reversed(self._threads):
+            thread.stop()
+        self._threads.clear()
+        if self._sizes is not None:
+            self._sizes.close()
         if self._supervisor is not None:
-            self._supervisor.stop()
             store = self._supervisor.processes().get(STORE)
             if self._is_serving:
                 self._report("draining")
                 self._drain(self._supervisor)
             self._supervisor = None
+        for connection in (self._store, self._registry):
+            if connection is not None:
+                connection.close()
         if self._ray is not None:
             self._report("stopping")
             self._ray.close()
@@ -157,41 +200,57 @@ class Cluster:
             self._watchdog = None
             environment.unset_variables([MARK])
 
-    def _check(self) -> None:
-        """Finds at once what would otherwise fail after half a minute."""
-        config = self._config
-        if not config.cluster.ray_address:
-            _check_workers(config)
-            folder = config.model.checkpoint()
-            ModelConfig.from_checkpoint(folder)
-            ModelTokenizer(folder)
-        if config.redis.url:
-            check_redis(config.redis)
-        if not config.redis.url and not environment.is_loopback(self._host()):
-            raise ConfigError(
-                "redis.url is empty, but workers may run on other machines, which cannot reach "
-                "an embedded store; set redis.url.",
-                field="redis.url",
-            )
-        _check_port(config.gateway.host, "gateway.port", config.gateway.port)
-        if config.gateway.http_port >= 0:
-            _check_port(config.gateway.host, "gateway.http_port", config.gateway.http_port)
-        telemetry = config.telemetry
-        if telemetry.metrics_port >= 0:
-            host = telemetry.metrics_host or config.gateway.host
-            _check_port(host, "telemetry.metrics_port", telemetry.metrics_port)
-
-    def _places(self, ray_runtime: RayRuntime) -> list[Place]:
-        config = self._config
+    def _places(self) -> list[Place]:
+        """All but the workers."""
         places = [self._place(STORE, self._launch_store)] if self._has_own_store else []
-        places.append(self._place(GATEWAY, self._launch_gateway))
-        for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-            timeout_s = config.cluster.startup_timeout_s
-            group = ray_runtime.reserve(role.value, pool, timeout_s, self._report)
-            for index in range(pool.workers):
-                launch = self._worker_launcher(role, index, group)
-                places.append(self._place(f"{role.value}-{index}", launch))
-        return places
+        return [*places, self._place(GATEWAY, self._launch_gateway)]
+
+    def _times(self) -> PoolTimes:
+        config = self._config
+        # Gateways hear at once that a worker drains; one that missed it looks every `renew_s`.
+        announce_s = 2 * config.redis.renew_s
+        leaving = DepartureTimes(announce_s, config.autoscaler.drain_s, config.cluster.stuck_s)
+        return PoolTimes(config.cluster.startup_timeout_s, leaving)
+
+    def _keep(self, supervisor: Supervisor, pools: WorkerPools, sizes: Sizes) -> None:
+        """Has everything looked after from here on."""
+        config, executor = self._config, sizes.executor(pools)
+        store = self._store = ScalingStore(config.redis)
+        registry = self._registry = Registry(config.redis)
+        scale = config.autoscaler
+        plan = ScalingPlan(scale.enabled, scale.interval_s, targets_of(config), limits_of(config))
+        source = ClusterObservations(
+            executor.workers, pools.ready, registry, self._gateway_counts, self._clock
+        )
+        loop = ScalingLoop(executor, source, store, plan, self._clock)
+
+        def look() -> None:
+            supervisor.tick()
+            pools.tick()
+
+        self._threads = [
+            Repeating("supervisor", _KEEP_S, look),
+            Repeating("scaling", _SCALE_S, loop.turn),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _registered(self) -> tuple[WorkerDescription, ...]:
+        assert self._registry is not None
+        return tuple(self._registry.workers())
+
+    def _gateway_counts(self) -> GatewayCounts | Missing:
+        import ray
+        from ray.exceptions import RayError
+
+        assert self._supervisor is not None
+        process = self._supervisor.processes().get(GATEWAY)
+        if not isinstance(process, RayProcess) or process.result is None:
+            return Missing("the gateway starts")
+        try:
+            return ray.get(process.actor.counts.remote(), timeout=_ANSWER_S)
+        except RayError as error:
+            return Missing(f"the gateway does not answer: {type(error).__name__}")
 
     def _place(self, name: str, launch: Callable[[], Process]) -> Place:
         cluster = self._config.cluster
@@ -205,147 +264,41 @@ class Cluster:
         config = self._config
         # A gateway that is started again listens where its clients know it.
         ports = self._ports
-        gateway = replace(config.gateway, port=ports.grpc, http_port=ports.http)
+        gateway = replace(
+            config.gateway, port=ports.grpc, http_port=ports.http, admin_port=ports.admin
+        )
         telemetry = replace(config.telemetry, metrics_port=ports.metrics)
         arguments = (replace(config, gateway=gateway, telemetry=telemetry),)
         options = ActorOptions(GATEWAY, environment={})
-        return RayProcess(launch_actor(GatewayActor, arguments, options))
-
-    def _worker_launcher(self, role: Role, index: int, group: Any) -> Callable[[], RayProcess]:
-        config = self._config
-        pool = config.prefill if role is Role.PREFILL else config.decode
-        threads = pool.threads or self._threads(pool.placement.num_cpus)
-        options = ActorOptions(
-            f"{role.value}-{index}",
-            environment.worker_environment(
-                config.transfer.tls, self._host(), threads, self._log_folder()
-            ),
-            group=group,
-            bundle=index,
-            num_cpus=pool.placement.num_cpus,
-            num_gpus=pool.placement.num_gpus,
-            resources=pool.placement.resources,
-        )
-
-        def launch() -> RayProcess:
-            settings = worker_settings(config, role, index, epoch=new_epoch())
-            settings = replace(settings, threads=threads, host=self._host())
-            arguments = (_ENTRIES[role], settings, config.redis)
-            return RayProcess(launch_actor(WorkerActor, arguments, options))
-
-        return launch
+        return RayProcess(GATEWAY, launch_actor(GatewayActor, arguments, options))
 
     def _host(self) -> str:
         """What workers bind; empty: the address of their node."""
         cluster = self._config.cluster
         return cluster.host or ("" if cluster.ray_address else "127.0.0.1")
 
-    def _log_folder(self) -> Path | None:
-        """Only this machine has our folder."""
+    def _ucx_folder(self) -> Path | None:
+        """Where workers leave what UCX tells; only this machine has our folder."""
         return None if self._config.cluster.ray_address else self._folder
-
-    def _threads(self, cpus: float) -> int:
-        """Compute threads of a worker that is not told."""
-        config = self._config
-        if config.cluster.ray_address:
-            return max(1, int(cpus))
-        return max(1, environment.num_cpus() // (config.prefill.workers + config.decode.workers))
-
-    def _wait_until_serving(self, supervisor: Supervisor) -> tuple[WorkerDescription, ...]:
-        """Launches all places and waits for the gateway to list every worker.
-
-        The first process that fails ends the start: its reason is most likely everyone's.
-        """
-        config = self._config
-        deadline = time.monotonic() + config.cluster.startup_timeout_s
-        expected = config.prefill.workers + config.decode.workers
-        registry = Registry(config.redis)
-        try:
-            while True:
-                for failed in supervisor.tick():
-                    raise InternalError(f"{failed.name} did not start: {failed.reason}")
-                gateway = _result(supervisor, GATEWAY)
-                if gateway is not None:
-                    self._ports = gateway
-                serving = [n for n in self._names() if _result(supervisor, n) is not None]
-                self._report(_waiting_for(self._names(), serving))
-                if len(serving) == expected + 1 and self._gateway_lists(supervisor, expected):
-                    return tuple(registry.workers())
-                if time.monotonic() > deadline:
-                    raise InternalError(
-                        f"not serving after {config.cluster.startup_timeout_s:g} s "
-                        f"(cluster.startup_timeout_s): {_waiting_for(self._names(), serving)}."
-                    )
-                time.sleep(_LOOK_S)
-        finally:
-            registry.close()
-
-    def _names(self) -> list[str]:
-        pools = ((Role.PREFILL, self._config.prefill), (Role.DECODE, self._config.decode))
-        return [GATEWAY, *(f"{r.value}-{i}" for r, pool in pools for i in range(pool.workers))]
-
-    @staticmethod
-    def _gateway_lists(supervisor: Supervisor, expected: int) -> bool:
-        """Ready means routable: asked of the gateway itself."""
-        import ray
-
-        process = supervisor.processes().get(GATEWAY)
-        assert isinstance(process, RayProcess)
-        return ray.get(process.actor.is_routable.remote(expected), timeout=10)
 
     def _drain(self, supervisor: Supervisor) -> None:
         """Stops the gateway, then all workers at once; kills what does not stop in time."""
-        processes = supervisor.processes()
-        processes.pop(STORE, None)
-        gateway = processes.pop(GATEWAY, None)
+        import ray
+
+        assert self._pools is not None
         drain_s = self._config.cluster.drain_s
-        if gateway is not None:
-            _stop_together([gateway], drain_s)
-        # Without the gateway nothing new comes and nothing is waited for.
-        _stop_together(list(processes.values()), min(drain_s, 1.0))
+        gateway = supervisor.processes().get(GATEWAY)
+        if isinstance(gateway, RayProcess):
+            ray.wait([gateway.actor.stop.remote(drain_s)], timeout=drain_s + _ANSWER_S)
+            gateway.kill()
+        stop_workers(self._pools.processes().values(), min(drain_s, _LAST_DRAIN_S))
 
 
-def _check_workers(config: Config) -> None:
-    """Raises ConfigError for a slip that would bury this machine under processes."""
-    num_workers = config.prefill.workers + config.decode.workers
-    most = _LOCAL_WORKERS_PER_CPU * environment.num_cpus()
-    if num_workers > most:
-        raise ConfigError(
-            f"prefill.workers + decode.workers is {num_workers}; a local Ray starts at most {most} "
-            f"on {environment.num_cpus()} cores. Join a cluster with cluster.ray_address.",
-            field="prefill.workers",
-        )
-
-
-def _check_port(host: str, field: str, port: int) -> None:
-    """Raises ConfigError when nobody could listen there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{field} is {port}, to listen on {host!r}: {error.strerror or error}; is another "
-                "gateway running? Port 0 takes a free one.",
-                field=field,
-            ) from error
-
-
-def _stop_together(processes: list[Any], drain_s: float) -> None:
-    import ray
-
-    stops = [process.actor.stop.remote(drain_s) for process in processes]
-    if stops:
-        ray.wait(stops, num_returns=len(stops), timeout=drain_s + 5)
-    for process in processes:
-        process.kill()
-
-
-def _result(supervisor: Supervisor, name: str) -> Any:
-    process = supervisor.processes().get(name)
-    return process.result if isinstance(process, RayProcess) else None
-
-
-def _waiting_for(names: list[str], serving: list[str]) -> str:
-    missing = [name for name in names if name not in serving]
-    return f"waiting for {', '.join(missing)}" if missing else "waiting for the router"
+def with_log_folder(config: Config, folder: Path) -> Config:
+    """The configuration with `telemetry.log_folder` made absolute; left out, it is in the local
+    cluster's own `folder`, which ends with it."""
+    named = config.telemetry.log_folder
+    if not named and config.cluster.ray_address:
+        return config
+    absolute = Path(named).expanduser().absolute() if named else folder / "logs"
+    return replace(config, telemetry=replace(config.telemetry, log_folder=str(absolute)))

@@ -113,14 +113,14 @@ class RedisWorkerDirectory:
             # A worker that renews meanwhile enters itself again.
             await client.srem(self._keys.index, *expired)
 
-        before = _lives(self._known)
+        before = _news(self._known)
         self._known = self._known.after_read(
             descriptions(entries),
             store_life,
             now=asyncio.get_running_loop().time(),
             lease_s=self._settings.lease_s,
         )
-        if _lives(self._known) != before:
+        if _news(self._known) != before:
             for changed in self._watchers:
                 changed()
 
@@ -133,5 +133,6 @@ def _honour_cancellation() -> None:
         raise asyncio.CancelledError
 
 
-def _lives(known: KnownWorkers) -> set[tuple[str, int, bool]]:
-    return {(w.worker_id, w.epoch, w.is_draining) for w in known.workers.values()}
+def _news(known: KnownWorkers) -> set[tuple[str, int, bool, str]]:
+    """Of which watchers are told; the load, which always changes, comes by the Sessions."""
+    return {(w.worker_id, w.epoch, w.is_draining, w.transport) for w in known.workers.values()}

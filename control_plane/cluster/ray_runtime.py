@@ -2,7 +2,8 @@
 
 Locally, Ray runs on loopback with its own short temporary folder, without dashboard and usage
 statistics, and everything it started ends with it. `RayProcess` is one actor seen by the
-supervisor. Ray reads its environment when it is imported, so imports stand inside functions here.
+supervisor; `ray_workers.py` makes workers of them. Ray reads its environment when it is imported,
+so imports stand inside functions here.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from control_plane.cluster.scaling_policy import most_workers, num_ranks
 from control_plane.cluster.supervisor import Health
 from hocket import environment
-from hocket.config import Config, DecodeSettings, PlacementSettings, PrefillSettings
+from hocket.config import Config, PlacementSettings
 from hocket.errors import ConfigError, HocketError
+from hocket.types import Role
+
+_log = logging.getLogger(__name__)
 
 _GATEWAY_CPUS = 0.1
 _VITAL_PARTS = ("raylet", "gcs_server")
 # Socket paths end at 107 characters; our folder adds 12 and Ray 65 (with a process id of 7 digits).
 _LONGEST_TEMP_PATH = 30
-# Ray lets no signal through while it waits, so it waits in short turns. A local one never grows.
-_WAIT_S = 0.5
-_LOCAL_WAIT_S = 2.0
 # Ray's smallest; nothing of ours goes through its object store.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -41,7 +42,7 @@ def temporary_folder() -> Path:
 
 
 class RayRuntime:
-    """A connection to Ray, and the placement groups made through it."""
+    """A connection to Ray."""
 
     def __init__(self, config: Config, folder: Path, *, verbose: bool) -> None:
         """Starts a local Ray that keeps its files in `folder`, or joins the one at
@@ -54,7 +55,6 @@ class RayRuntime:
         import ray
 
         address = config.cluster.ray_address
-        self._is_local = not address
         common: dict[str, Any] = {
             "log_to_driver": verbose,
             "logging_level": logging.INFO if verbose else logging.ERROR,
@@ -87,44 +87,6 @@ class RayRuntime:
             self.close()
             raise
 
-    def reserve(
-        self,
-        name: str,
-        pool: PrefillSettings | DecodeSettings,
-        timeout_s: float,
-        report: Callable[[str], None],
-    ) -> Any:
-        """A placement group with one bundle per worker of the pool `name`, spread over nodes.
-
-        `report` is told what is waited for; what it raises, on a signal, ends the wait.
-
-        Raises:
-            ConfigError: the cluster has not had room for it within `timeout_s`; a local one, to
-                which nothing will be added, is asked only once.
-        """
-        import ray
-        from ray.util.placement_group import placement_group
-
-        bundle = bundle_of(pool.placement)
-        group = placement_group(
-            bundles=[bundle] * pool.workers,
-            strategy="SPREAD",
-            bundle_label_selector=[dict(pool.placement.labels)] * pool.workers,
-        )
-        has = ray.cluster_resources()
-        short = [k for k, amount in bundle.items() if amount * pool.workers > has.get(k, 0.0)]
-        deadline = time.monotonic() + (_LOCAL_WAIT_S if self._is_local and short else timeout_s)
-        wanted = f"{pool.workers} x {bundle} with labels {pool.placement.labels}"
-        while not group.wait(_WAIT_S):
-            if time.monotonic() >= deadline:
-                there = {kind: has.get(kind, 0.0) for kind in bundle}
-                raise ConfigError(
-                    f"{name}.placement: Ray has no room for {wanted}; it has {there} in all.",
-                    field=f"{name}.placement",
-                )
-            report(f"waiting for room in Ray for {name}: {wanted}")
-        return group
-
     def dead_parts(self) -> list[str]:
         """Processes of a local Ray without which it cannot go on, and that have died: "raylet",
         "gcs_server". They are not started again; a cluster that was joined has others who care."""
@@ -149,14 +111,16 @@ def bundle_of(placement: PlacementSettings) -> dict[str, float]:
 
 
 def _local_resources(config: Config) -> tuple[int, dict[str, float]]:
-    """A local Ray is given whatever CPUs and custom resources the pools ask of it."""
+    """A local Ray is given whatever CPUs and custom resources the pools ask of it when they are
+    as large as they may become."""
     cpus, resources = float(_GATEWAY_CPUS), dict[str, float]()
-    for pool in (config.prefill, config.decode):
+    for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+        processes = most_workers(config, role) * num_ranks(config, role)
         for name, amount in bundle_of(pool.placement).items():
             if name == "CPU":
-                cpus += amount * pool.workers
+                cpus += amount * processes
             elif name != "GPU":
-                resources[name] = resources.get(name, 0.0) + amount * pool.workers
+                resources[name] = resources.get(name, 0.0) + amount * processes
     return max(environment.num_cpus(), math.ceil(cpus)), resources
 
 
@@ -212,13 +176,18 @@ def launch_actor(kind: type[Any], arguments: tuple[Any, ...], options: ActorOpti
 
 
 class RayProcess:
-    """One life of an actor that has `start`, `pulse`, `wait_until_closed` and `stop`."""
+    """One life of an actor that has `start`, `pulse`, `wait_until_closed` and `stop`; workers have
+    `drain` too."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
         self._started = actor.start.remote()
         self._closed = actor.wait_until_closed.remote()
         self._pulse: Any = None
+        self._drain: Any = None
+        self._has_drained = False
+        self._stop: Any = None
         self._result: Any = None
         self._fault = ""
 
@@ -249,6 +218,11 @@ class RayProcess:
         return Health.SERVING if is_alive else self._dead("its engine has ended", None)
 
     @property
+    def actor(self) -> Any:
+        """The Ray actor that it is."""
+        return self._actor
+
+    @property
     def result(self) -> Any:
         """What `start` returned; None while it has not."""
         return self._result
@@ -260,6 +234,35 @@ class RayProcess:
         import ray
 
         ray.kill(self.actor)
+
+    def begin_drain(self, announce_s: float, drain_s: float) -> None:
+        self._has_drained = False
+        self._drain = self.actor.drain.remote(announce_s, drain_s)
+
+    def is_drained(self) -> bool:
+        if self._drain is not None and _is_ready(self._drain):
+            drain, self._drain = self._drain, None
+            self._has_drained = True
+            self._tell_drain(drain)
+        return self._has_drained
+
+    def begin_stop(self) -> None:
+        self._stop = self.actor.stop.remote()
+
+    def has_stopped(self) -> bool:
+        return self._stop is not None and _is_ready(self._stop)
+
+    def _tell_drain(self, drain: Any) -> None:
+        """Logs what a drain had to leave undone."""
+        import ray
+
+        try:
+            failed = ray.get(drain)
+        except Exception as error:
+            _log.warning("%s could not be drained: %s", self._name, _cause(error))
+            return
+        if failed:
+            _log.warning("%s: %d requests were there for too long, they fail", self._name, failed)
 
     def _dead(self, fault: str, ended: Any) -> Health:
         import ray

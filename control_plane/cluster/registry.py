@@ -24,17 +24,19 @@ from hocket.types import Fingerprint, Load, Role, WorkerDescription
 
 _log = logging.getLogger(__name__)
 
-# KEYS: entry, index. ARGV: worker id, epoch, description, lease in ms, channel.
+# KEYS: entry, index. ARGV: worker id, epoch, description, lease in ms, channel, is draining (0, 1).
 # Returns 1 when a new life was entered, 0 when this life was renewed, -1 when a later one is there.
+# Gateways are told of a new life, and of one that begins to drain.
 RENEW = """
 local held = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
 local epoch = tonumber(ARGV[2])
 if held > epoch then return -1 end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'description', ARGV[3])
+local draining = redis.call('HGET', KEYS[1], 'draining') or '0'
+redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'description', ARGV[3], 'draining', ARGV[6])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
+if held ~= epoch or draining ~= ARGV[6] then redis.call('PUBLISH', ARGV[5], ARGV[1]) end
 if held == epoch then return 0 end
-redis.call('PUBLISH', ARGV[5], ARGV[1])
 return 1
 """
 
@@ -143,6 +145,7 @@ class Registry:
             description_to_json(worker),
             self._lease_ms,
             self.keys.changes,
+            int(worker.is_draining),
         ]
         return self._renew([self.keys.entry(worker.worker_id), self.keys.index], arguments) >= 0
 
@@ -182,16 +185,29 @@ class Registration:
         self._describe = describe
         self._on_replaced = on_replaced
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
+        self._asked = threading.Event()
+        self._answered = threading.Event()
         self._last: WorkerDescription | None = None
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def renew_now(self, timeout_s: float) -> bool:
+        """Has the entry renewed with what `describe` says from now on; False when Redis has not
+        taken it within the time."""
+        self._answered.clear()
+        self._asked.set()
+        self._hurry.set()
+        return self._answered.wait(timeout_s)
+
     def stop(self) -> None:
         """Ends the renewals and takes the entry off the list, if Redis can be reached."""
         self._stopping.set()
-        self._thread.join()
+        self._hurry.set()
+        if self._thread.is_alive():
+            self._thread.join()
         if self._last is not None:
             try:
                 self._registry.remove(self._last.worker_id, self._last.epoch)
@@ -202,6 +218,8 @@ class Registration:
     def _run(self) -> None:
         is_away = False
         while not self._stopping.is_set():
+            is_asked = self._asked.is_set()
+            self._asked.clear()
             try:
                 worker = self._last = self._describe()
                 if not self._registry.renew(worker):
@@ -211,10 +229,13 @@ class Registration:
                 if is_away:
                     _log.info("%s is registered again", worker.worker_id)
                 is_away = False
+                if is_asked:
+                    self._answered.set()
             except redis.RedisError as error:
                 if not is_away:
                     _log.warning("registry is away, trying on: %s", error)
                 is_away = True
             except Exception:
                 _log.exception("worker cannot describe itself; its lease is not renewed")
-            self._stopping.wait(self._renew_s)
+            self._hurry.wait(self._renew_s)
+            self._hurry.clear()

@@ -1,7 +1,8 @@
 """Keeps every place of the cluster filled: a process that died or hangs is started again.
 
 A *place* is a name ("prefill-0", "gateway") and a way to launch its process. `Supervisor.tick`
-looks at each place and acts: it is the only code that launches or kills while the cluster serves.
+looks at each place and acts: it is the only code that launches while the cluster serves. Places
+come and go with the size of the pools (`pools.py`); whoever removes one owns its process then.
 
 Ray could restart actors itself (`max_restarts`), but it sees only dead processes, not hung ones,
 gives up on one whose constructor fails, and would re-run it with the old epoch. One path for all
@@ -84,50 +85,69 @@ class Replaced:
 
 
 class Supervisor:
-    """Owns the processes of all places."""
+    """Owns the processes of all places. Every method may be called from any thread."""
 
     def __init__(self, places: Sequence[Place], clock: Clock) -> None:
-        self._places = tuple(places)
+        self._places = {place.name: place for place in places}
         self._clock = clock
         self._lives = {place.name: _Life() for place in places}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._lock = threading.RLock()
 
-    def start(self) -> None:
-        """Ticks from a thread of its own until `stop`."""
-        self._thread.start()
+    def add(self, place: Place) -> None:
+        """A new place; the next tick launches its process."""
+        with self._lock:
+            assert place.name not in self._places, place.name
+            self._places[place.name] = place
+            self._lives[place.name] = _Life()
 
-    def stop(self) -> None:
-        """Ends the ticks; the processes stay as they are. Safe to call again."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
+    def remove(self, name: str) -> Process | None:
+        """Forgets a place. Its process, if it has one, is the caller's from here on: nobody else
+        kills it, and nobody starts another."""
+        with self._lock:
+            del self._places[name]
+            return self._lives.pop(name).process
 
     def processes(self) -> dict[str, Process]:
         """The processes that run now, by place."""
-        lives = self._lives.items()
-        return {name: life.process for name, life in lives if life.process is not None}
+        with self._lock:
+            lives = self._lives.items()
+            return {name: life.process for name, life in lives if life.process is not None}
+
+    def is_serving(self, name: str) -> bool:
+        """Whether the place's process has come up, and has not been found dead or stuck."""
+        with self._lock:
+            life = self._lives[name]
+            return life.process is not None and life.has_served
 
     def restarts(self, name: str) -> int:
         """How often the place's process was replaced."""
-        return self._lives[name].restarts
+        with self._lock:
+            return self._lives[name].restarts
 
     def tick(self) -> list[Replaced]:
         """One look at every place: launch what is due, replace what is dead or stuck."""
         replaced: list[Replaced] = []
-        for place in self._places:
-            life = self._lives[place.name]
-            now = self._clock.now()
-            if life.process is None:
-                if now >= life.launch_at:
-                    self._launch(place, life, now)
-                continue
-            reason = self._fault(place, life, now)
-            if reason:
-                life.process.kill()
-                self._lives[place.name] = self._after(life, now)
-                replaced.append(Replaced(place.name, reason))
+        with self._lock:
+            for place in self._places.values():
+                reason = self._look(place)
+                if reason:
+                    replaced.append(Replaced(place.name, reason))
+        for one in replaced:
+            _log.warning("%s is replaced: %s", one.name, one.reason)
         return replaced
+
+    def _look(self, place: Place) -> str:
+        """Why the place's process was ended; empty when it was not."""
+        life, now = self._lives[place.name], self._clock.now()
+        if life.process is None:
+            if now >= life.launch_at:
+                self._launch(place, life, now)
+            return ""
+        reason = self._fault(place, life, now)
+        if reason:
+            life.process.kill()
+            self._lives[place.name] = self._after(life, now)
+        return reason
 
     def _launch(self, place: Place, life: _Life, now: float) -> None:
         life.process = place.launch()
@@ -161,12 +181,3 @@ class Supervisor:
             delay_s=min(_LONGEST_DELAY_S, delay_s * 4),
             restarts=life.restarts + 1,
         )
-
-    def _run(self) -> None:
-        while not self._stopping.wait(0.2):
-            try:
-                for replaced in self.tick():
-                    _log.warning("%s is replaced: %s", replaced.name, replaced.reason)
-            except Exception:
-                # The supervisor must outlive whatever a launch or a look ran into.
-                _log.exception("supervisor: this look failed, the next one follows")

@@ -8,7 +8,6 @@ go to the worker's own gRPC server. Next: `control_plane.cluster.supervisor` wat
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import signal
 import threading
@@ -20,7 +19,11 @@ from typing import Protocol, cast
 from control_plane.cluster.registry import Registration
 from hocket import environment
 from hocket.config import RedisSettings, WorkerSettings
+from hocket.logs import configure_logging
 from hocket.types import WorkerDescription
+
+# Redis gets this long to take in that a worker drains; without it gateways cannot know.
+_ANNOUNCE_S = 5.0
 
 
 class WorkerProcess(Protocol):
@@ -58,7 +61,8 @@ class WorkerActor:
 
     def __init__(self, entry: str, settings: WorkerSettings, redis: RedisSettings) -> None:
         """An empty `settings.host` stands for the address of the node that this runs on."""
-        configure_logging(settings.telemetry.log_level)
+        telemetry = settings.telemetry
+        configure_logging(telemetry.log_level, settings.worker_id, folder=telemetry.log_folder)
         if not settings.host:
             settings = replace(settings, host=_node_address())
         self._closed = threading.Event()
@@ -68,12 +72,19 @@ class WorkerActor:
             self._folder = TemporaryDirectory(prefix="hocket-")
             environment.log_ucx_to(Path(self._folder.name))
         self._worker = import_entry(entry)(settings)
-        self._registration = Registration(redis, self._worker.describe, _end_process)
+        # Guards both: who leaves before it is registered never is.
+        self._lock = threading.Lock()
+        self._is_leaving = False
+        self._is_registered = False
+        self._registration = Registration(redis, self._describe, _end_process)
 
     def start(self) -> WorkerDescription:
         """Starts the worker and registers it; returns when it serves."""
         description = self._worker.start()
-        self._registration.start()
+        with self._lock:
+            if not self._is_leaving:
+                self._registration.start()
+                self._is_registered = True
         return description
 
     def pulse(self) -> bool:
@@ -87,22 +98,31 @@ class WorkerActor:
     def process_id(self) -> int:
         return os.getpid()
 
-    def stop(self, drain_s: float) -> int:
-        """Drains for at most `drain_s`, unregisters, stops; returns the requests it failed."""
-        failed = self._worker.drain(drain_s) if drain_s > 0 else 0
+    def drain(self, announce_s: float, drain_s: float) -> int:
+        """Has the registry say that it drains, gives gateways `announce_s` to see it, then takes
+        nothing new and finishes what is there; returns how many requests `drain_s` was too short
+        for. Until it is stopped it answers, and stays registered as draining.
+
+        One that still starts has nothing to finish, and is never registered."""
+        with self._lock:
+            self._is_leaving = True
+            if not self._is_registered:
+                return 0
+        self._registration.renew_now(_ANNOUNCE_S)
+        self._closed.wait(announce_s)
+        return self._worker.drain(drain_s)
+
+    def stop(self) -> None:
+        """Unregisters and stops; what is still there fails."""
         self._registration.stop()
         self._worker.stop()
         if self._folder is not None:
             self._folder.cleanup()
         self._closed.set()
-        return failed
 
-
-def configure_logging(level: str) -> None:
-    """Logs of this process, to where Ray collects them."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    def _describe(self) -> WorkerDescription:
+        worker = self._worker.describe()
+        return replace(worker, is_draining=worker.is_draining or self._is_leaving)
 
 
 def _node_address() -> str:

@@ -13,7 +13,7 @@ from control_plane.cluster.cluster import Cluster
 from hocket.config import EMBEDDED_MODEL, ModelSettings, load_config
 from hocket.errors import CheckpointError, ConfigError
 
-FREE_PORTS = ("gateway.port=0", "gateway.http_port=0")
+FREE_PORTS = ("gateway.port=0", "gateway.http_port=0", "gateway.admin_port=0")
 
 
 def start(*overrides: str) -> None:
@@ -45,6 +45,7 @@ def taken_port() -> Iterator[int]:
         ("gateway.host=nosuch.host.invalid", "nosuch"),
         ("telemetry.metrics_host=nosuch.host.invalid", r"telemetry\.metrics_port"),
         ("model.path=/nowhere", r"model\.path"),
+        ("telemetry.log_folder=/proc/nowhere", r"telemetry\.log_folder"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(override: str, named: str) -> None:
@@ -52,7 +53,10 @@ def test_a_setting_that_cannot_work_is_named(override: str, named: str) -> None:
         start(override)
 
 
-@pytest.mark.parametrize("key", ["gateway.port", "gateway.http_port", "telemetry.metrics_port"])
+@pytest.mark.parametrize(
+    "key",
+    ["gateway.port", "gateway.http_port", "gateway.admin_port", "telemetry.metrics_port"],
+)
 def test_a_port_that_is_taken_is_named(taken_port: int, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} is {taken_port}.*another gateway"):
         start(f"{key}={taken_port}")

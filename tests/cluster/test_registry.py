@@ -163,6 +163,26 @@ def test_a_directory_sees_workers_come_change_and_go(
     asyncio.run(story())
 
 
+def test_a_transport_that_becomes_known_is_told(
+    settings: RedisSettings, registry: Registry
+) -> None:
+    """It is known after the first hand-off only; nothing else of the worker changes."""
+
+    async def story() -> None:
+        directory = RedisWorkerDirectory(settings)
+        changes: asyncio.Queue[None] = asyncio.Queue()
+        directory.watch(lambda: changes.put_nowait(None))
+        running = asyncio.create_task(directory.run())
+        registry.renew(worker(epoch=1))
+        await asyncio.wait_for(changes.get(), 5)
+        registry.renew(replace(worker(epoch=1), transport="cma"))
+        await asyncio.wait_for(changes.get(), 5)
+        assert [w.transport for w in directory.workers()] == ["cma"]
+        running.cancel()
+
+    asyncio.run(story())
+
+
 def test_a_cancellation_that_the_client_swallows_ends_the_directory_all_the_same(
     settings: RedisSettings, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,41 @@ def pass_time(supervisor: Supervisor, clock: ManualClock, seconds: float) -> str
     return ", ".join(reasons)
 
 
+def test_a_place_that_is_added_is_launched_and_watched() -> None:
+    supervisor, _, clock = supervised()
+    launches = Launches()
+    supervisor.add(Place("decode-1", launches, startup_timeout_s=60.0, stuck_s=10.0))
+    assert not supervisor.is_serving("decode-1")
+    supervisor.tick()
+    launches.made[0].health = Health.SERVING
+    pass_time(supervisor, clock, 1)
+    assert supervisor.is_serving("decode-1")
+    launches.made[0].health = Health.DEAD
+    pass_time(supervisor, clock, 1)
+    assert len(launches.made) == 2
+    assert not supervisor.is_serving("decode-1")
+
+
+def test_a_place_that_is_removed_gives_its_process_away_and_is_not_filled_again() -> None:
+    supervisor, launches, clock = supervised()
+    launches.made[0].health = Health.SERVING
+    pass_time(supervisor, clock, 1)
+    assert supervisor.remove("decode-0") is launches.made[0]
+    launches.made[0].health = Health.DEAD
+    assert pass_time(supervisor, clock, 100) == ""
+    assert len(launches.made) == 1
+    assert not launches.made[0].is_killed, "its new owner may still need it"
+
+
+def test_a_place_that_is_removed_between_two_lives_is_never_launched_again() -> None:
+    supervisor, launches, clock = supervised()
+    launches.made[0].health = Health.DEAD
+    supervisor.tick()
+    assert supervisor.remove("decode-0") is None
+    pass_time(supervisor, clock, 100)
+    assert len(launches.made) == 1
+
+
 def test_a_healthy_process_is_left_alone() -> None:
     supervisor, launches, clock = supervised()
     launches.made[0].health = Health.SERVING
