@@ -1,6 +1,6 @@
 # make demo    installs into .venv and runs the main job on real input
 # make test    installs what tests need and runs all of them
-# Others: setup, up, check, bench, protos, wheel. PYTHON=python3.12 picks another interpreter.
+# Others: setup, demo-ep (an expert-parallel decode group of two ranks), up, check, bench, protos, wheel. PYTHON=python3.12 picks another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONFIG ?= deploy/examples/local.toml
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: setup demo up check test bench protos wheel
+.PHONY: setup demo demo-ep up check test bench protos wheel
 .DEFAULT_GOAL := demo
 
 $(BIN)/python:
@@ -29,6 +29,9 @@ setup: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed
 	$(BIN)/hocket demo
+
+demo-ep: $(VENV)/.installed
+	$(BIN)/hocket demo --set decode.group_size=2
 
 up: $(VENV)/.installed
 	$(BIN)/hocket up --config $(CONFIG)

@@ -118,6 +118,12 @@ def prompts_of(workload: Workload, count: int, vocab_size: int) -> list[list[int
     return prompts[:count]
 
 
+def docstring_tokens() -> list[int]:
+    """All docstrings of this repository, longest first, as one run of the embedded model's ids."""
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    return [token for text in _docstrings() for token in tokenizer.encode(text).ids]
+
+
 def truth_tokens(seed: int, length: int, vocab_size: int) -> list[int]:
     """A fixed random sequence of token ids from 16 up."""
     uniforms = (position_uniform(seed, TRUTH_CHOICE, position) for position in range(length))

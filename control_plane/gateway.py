@@ -17,10 +17,10 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -34,14 +34,16 @@ from control_plane.openai.token_texts import TokenTexts
 from control_plane.readable_requests import ReadableRequests
 from control_plane.request_flow import RequestFlow
 from control_plane.router.pool import WorkerDirectory, WorkerPool
+from control_plane.router.route import choose_pair, choose_whole
+from control_plane.router.snapshot import WorkerSnapshot
 from control_plane.tokenizer import ModelTokenizer
 from control_plane.validation import ModelLimits, TokenPrompt, check_model, check_prompt
-from hocket.errors import ConfigError, HocketError, InternalError, InvalidRequest
+from hocket.errors import ConfigError, InvalidRequest
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import PUBLIC_MESSAGE_BYTES, server_options
 from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from hocket.rpc.session_client import SessionClient, SessionSettings
-from hocket.rpc.status import abort
+from hocket.rpc.status import answered
 from hocket.telemetry import GatewayMetrics
 from hocket.types import Role
 
@@ -55,7 +57,6 @@ _HEALTH_S = 0.2
 _HealthServicer: Any = health.aio.HealthServicer  # pyright: ignore[reportAttributeAccessIssue]
 _UNKNOWN_TOKENS = 1 << 30
 
-_Answer = TypeVar("_Answer")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -64,6 +65,7 @@ class GatewayOptions:
     """host, port: where to listen; port 0 takes a free one. http_port: of the HTTP door, likewise;
     -1: there is none. model: the served name.
     tokenizer_folder: the checkpoint's. max_context_tokens: 0 leaves it to the workers.
+    is_aggregated: decode workers do whole requests, there is no prefill pool.
     deadline_s: time for a request whose client sets no deadline, and the most one gets.
     """
 
@@ -72,6 +74,7 @@ class GatewayOptions:
     model: str
     tokenizer_folder: Path
     http_port: int = -1
+    is_aggregated: bool = False
     max_context_tokens: int = 0
     default_max_tokens: int = 256
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES
@@ -111,7 +114,8 @@ class Gateway:
         Raises ConfigError when an address cannot be bound.
         """
         options = self.options
-        self._pool = WorkerPool(self._directory, self._connect)
+        choose = choose_whole if self.options.is_aggregated else choose_pair
+        self._pool = WorkerPool(self._directory, self._connect, choose)
         flow = RequestFlow(
             self._pool, self._tokenizer, self.metrics, lambda: self._seeds.getrandbits(64)
         )
@@ -140,9 +144,13 @@ class Gateway:
     async def wait_until_serving(self, timeout_s: float) -> None:
         """Returns when a request would find a pair. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not self._pool.has_pair():
+            while not self._pool.can_serve():
                 await asyncio.sleep(_HEALTH_S / 10)
             await self._tell_health()
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """Every worker that this gateway knows, as of now."""
+        return self._pool.snapshots()
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuses new calls, gives running ones `grace_s` to end, then ends everything."""
@@ -191,7 +199,8 @@ class Gateway:
             for w in workers
             if w.role is Role.DECODE
         ]
-        prompt = [w.max_prompt_tokens for w in workers if w.role is Role.PREFILL]
+        readers = Role.DECODE if self.options.is_aggregated else Role.PREFILL
+        prompt = [w.max_prompt_tokens for w in workers if w.role is readers]
         most = max(context, default=_UNKNOWN_TOKENS)
         return ModelLimits(
             name=self.options.model,
@@ -212,7 +221,7 @@ class Gateway:
 
     async def _tell_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
-        status = statuses.SERVING if self._pool.has_pair() else statuses.NOT_SERVING
+        status = statuses.SERVING if self._pool.can_serve() else statuses.NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
 
@@ -246,7 +255,7 @@ class _GenerationService(GenerationServicer):
             self._check_size(request)
             await self._flow.serve(request, self._limits(), timeout_s, context.write)
 
-        await _answered(context, serve)
+        await answered(context, serve)
 
     async def Tokenize(  # noqa: N802
         self, request: generation.TokenizeRequest, context: _Context
@@ -259,7 +268,7 @@ class _GenerationService(GenerationServicer):
             assert not isinstance(prompt, TokenPrompt)
             return generation.TokenizeResponse(token_ids=await self._tokenizer.tokenize(prompt))
 
-        return await _answered(context, tokenize)
+        return await answered(context, tokenize)
 
     async def GetModel(  # noqa: N802
         self, request: generation.GetModelRequest, context: _Context
@@ -279,21 +288,9 @@ class _GenerationService(GenerationServicer):
                 default_max_tokens=limits.default_max_tokens,
             )
 
-        return await _answered(context, get_model)
+        return await answered(context, get_model)
 
     def _check_size(self, message: generation.GenerateRequest | generation.TokenizeRequest) -> None:
         size, limit = message.ByteSize(), self._options.max_message_bytes
         if size > limit:
             raise InvalidRequest("message", f"{size} bytes", f"at most {limit} bytes")
-
-
-async def _answered(context: _Context, answer: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    """The answer, or the call ended with the error's status."""
-    try:
-        return await answer()
-    except HocketError as error:
-        failure = error
-    except Exception as error:
-        logger.exception("a call failed on a bug")
-        failure = InternalError(f"internal error: {type(error).__name__}")
-    await abort(context, failure)

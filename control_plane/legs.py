@@ -49,7 +49,8 @@ class Legs:
             Leg.PREFILL: pool.session(placement.prefill.worker_id),
             Leg.DECODE: pool.session(placement.decode.worker_id),
         }
-        self._queue: asyncio.Queue[LegEvent] = asyncio.Queue()
+        self._inbox: list[LegEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
         self._running: dict[Leg, StartRequest] = {}
         self._entries: dict[Leg, Entry] = {}
         self._started_s: dict[Leg, float] = {}
@@ -76,16 +77,26 @@ class Legs:
         return leg in self._started_s
 
     def running_s(self, leg: Leg) -> float:
-        """Seconds since the leg was started."""
+        """Seconds since the leg was started; a whole request's prefill is its decode leg."""
+        leg = Leg.DECODE if self.placement.is_whole else leg
         return self._loop.time() - self._started_s[leg]
 
-    def start_prefill(self, request: StartRequest) -> None:
-        """Sends the prompt to the prefill worker."""
+    def start(self, request: StartRequest) -> None:
+        """Sends the prompt to the prefill worker, or to the one that does it all; that one's events
+        are the decode leg's."""
+        if self.placement.is_whole:
+            decode, need = self.placement.decode, self._need
+            blocks = need.all_blocks(decode.block_tokens)
+            entry = self._pool.book(
+                decode.worker_id, prompt_tokens=need.prompt_tokens, blocks=blocks
+            )
+            self._start(replace(request, leg=Leg.WHOLE), Leg.DECODE, entry)
+            return
         self._prefill = request
         entry = self._pool.book(
             self.placement.prefill.worker_id, prompt_tokens=self._need.prompt_tokens
         )
-        self._start(request, entry)
+        self._start(request, Leg.PREFILL, entry)
 
     def start_decode(self, export: ExportHandle) -> None:
         """Starts decode on what prefill has begun to export."""
@@ -93,28 +104,30 @@ class Legs:
         decode = self.placement.decode
         request = replace(self._prefill, leg=Leg.DECODE, export=export)
         blocks = self._need.all_blocks(decode.block_tokens)
-        self._start(request, self._pool.book(decode.worker_id, blocks=blocks))
+        self._start(request, Leg.DECODE, self._pool.book(decode.worker_id, blocks=blocks))
 
     async def events(self) -> list[LegEvent]:
         """All events that are there, at least one."""
-        events = [await self._queue.get()]
-        while not self._queue.empty():
-            events.append(self._queue.get_nowait())
+        if not self._inbox:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self._waiter = None
+        events, self._inbox = self._inbox, []
         for item in events:
             self._note(item)
         return events
 
     def end(self) -> None:
         """Cancels what still runs, and an export that nobody will read. Idempotent."""
+        prefill, is_exported = self._prefill, not self._has_joined
+        if prefill is not None and is_exported and not self.is_running(Leg.PREFILL):
+            self._sessions[Leg.PREFILL].cancel(prefill.key)
         for leg, request in list(self._running.items()):
             self._sessions[leg].cancel(request.key)
             self._ended(leg)
-        if self._prefill is not None and not self._has_joined:
-            self._sessions[Leg.PREFILL].cancel(self._prefill.key)
         self._prefill = None
 
-    def _start(self, request: StartRequest, entry: Entry) -> None:
-        leg = request.leg
+    def _start(self, request: StartRequest, leg: Leg, entry: Entry) -> None:
         assert not self.was_started(leg), f"{leg} of {request.key} was started twice"
         self._running[leg] = request
         self._entries[leg] = entry
@@ -122,8 +135,13 @@ class Legs:
         left_s = max(0.0, self._deadline_s - self._loop.time())
         self._sessions[leg].start(
             replace(request, deadline_s=left_s),
-            lambda event: self._queue.put_nowait(LegEvent(leg, event)),
+            lambda event: self._take(leg, event),
         )
+
+    def _take(self, leg: Leg, event: Event) -> None:
+        self._inbox.append(LegEvent(leg, event))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _note(self, item: LegEvent) -> None:
         if isinstance(item.event, Joined):

@@ -8,6 +8,7 @@ gives what is new since the last message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from control_plane.detokenizer import OutputText
@@ -39,6 +40,8 @@ class Output:
         # Tokens that came before one of lower index, by index.
         self._early: dict[int, _Entry] = {}
         self._num_taken = 0
+        # Tokens that are turned into text together, when it is asked for.
+        self._unspoken: list[int] = []
         self._new_text: list[str] = []
         self._new_logprobs: list[TokenLogprobs] = []
         self.reason: FinishReason | None = None
@@ -58,19 +61,11 @@ class Output:
         """Takes tokens of any leg. Raises InternalError when two legs differ about a token."""
         if self.is_over:
             return
-        logprobs = tokens.logprobs or (None,) * len(tokens.token_ids)
-        entries = list(zip(tokens.token_ids, logprobs, strict=True))
-        num_known = self.num_tokens - tokens.output_index
-        for offset, (token_id, _) in enumerate(entries[: max(num_known, 0)]):
-            self._check_repeat(tokens.output_index + offset, token_id)
-        if num_known < 0:
-            self._early |= {tokens.output_index + i: entry for i, entry in enumerate(entries)}
-            return
-        new = entries[num_known:]
-        while self._early and (early := self._early.pop(self.num_tokens + len(new), None)):
-            new.append(early)
-        if new:
-            self._append(new)
+        num_known = len(self._token_ids) - tokens.output_index
+        if num_known == 0 and not self._early:
+            self._append(tokens.token_ids, tokens.logprobs)
+        else:
+            self._sort_in(tokens, num_known)
 
     def end(self, reason: FinishReason) -> None:
         """A worker says that the output is over. Raises InternalError when tokens are missing."""
@@ -82,6 +77,7 @@ class Output:
 
     def take(self) -> OutputPiece | None:
         """What is new since the last call; None when nothing is."""
+        self._speak_together()
         token_ids = tuple(self._token_ids[self._num_taken :])
         if not token_ids and not self._new_text:
             return None
@@ -93,20 +89,36 @@ class Output:
         self._new_logprobs.clear()
         return piece
 
-    def _append(self, entries: list[_Entry]) -> None:
-        """Appends tokens up to the one that ends the output, and their text."""
-        token_ids = [token_id for token_id, _ in entries]
+    def _sort_in(self, tokens: Tokens, num_known: int) -> None:
+        """Takes tokens of which some are known already, or that come too early."""
+        logprobs = tokens.logprobs or (None,) * len(tokens.token_ids)
+        entries = list(zip(tokens.token_ids, logprobs, strict=True))
+        for offset, (token_id, _) in enumerate(entries[: max(num_known, 0)]):
+            self._check_repeat(tokens.output_index + offset, token_id)
+        if num_known < 0:
+            self._early |= {tokens.output_index + i: entry for i, entry in enumerate(entries)}
+            return
+        new = entries[num_known:]
+        while self._early and (early := self._early.pop(self.num_tokens + len(new), None)):
+            new.append(early)
+        if new:
+            known_logprobs = [entry for _, entry in new if entry is not None]
+            self._append([token_id for token_id, _ in new], known_logprobs)
+
+    def _append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Appends tokens up to the one that ends the output, and their text. Logprobs are there
+        for each or for none."""
         end, reason = self._end_of(token_ids)
         # A stop token belongs to the output, not to its text.
         num_spoken = self._speak(token_ids[: end - 1 if reason is FinishReason.STOP else end])
         if self.matched_stop:
             end, reason = num_spoken, FinishReason.STOP
         self._token_ids += token_ids[:end]
-        self._new_logprobs += [entry for _, entry in entries[:end] if entry is not None]
+        self._new_logprobs += logprobs[:end]
         if reason is not None:
             self._finish(reason)
 
-    def _end_of(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
+    def _end_of(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of these tokens belong to the output, as tokens alone tell, and why."""
         room = self._max_tokens - self.num_tokens
         for index, token_id in enumerate(token_ids[:room]):
@@ -116,10 +128,10 @@ class Output:
             return room, FinishReason.LENGTH
         return len(token_ids), None
 
-    def _speak(self, token_ids: list[int]) -> int:
+    def _speak(self, token_ids: Sequence[int]) -> int:
         """Turns tokens into text, up to the one that completes a stop string; how many."""
         if not self._text.has_stop_strings:
-            self._release(self._text.add(token_ids).text)
+            self._unspoken += token_ids
             return len(token_ids)
         for index, token_id in enumerate(token_ids):
             release = self._text.add([token_id])
@@ -129,10 +141,16 @@ class Output:
                 return index + 1
         return len(token_ids)
 
+    def _speak_together(self) -> None:
+        if self._unspoken:
+            self._release(self._text.add(self._unspoken).text)
+            self._unspoken.clear()
+
     def _finish(self, reason: FinishReason) -> None:
         self.reason = reason
         if self.matched_stop:
             return
+        self._speak_together()
         release = self._text.flush()
         self._release(release.text)
         if release.matched_stop is not None:

@@ -1,8 +1,9 @@
 """The story of a request, from what the client sent to its last message.
 
 Validate, tokenise, find a pair of workers. Start prefill; when it has begun to export the prompt's
-KV, start decode with the handle. Tokens of both legs become one output, streamed as it grows. The
-end, an error, a deadline or the client's leaving ends both legs on their workers.
+KV, start decode with the handle. Tokens of both legs become one output, streamed as it grows. When
+a worker refuses or loses the request before decode has joined, other workers begin again. The end,
+an error, a deadline or the client's leaving ends both legs on their workers.
 
 The gateway calls `RequestFlow.serve` once per request; all time here is the event loop's.
 """
@@ -15,9 +16,11 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from control_plane.attempts import Attempts, LegFailed
 from control_plane.detokenizer import OutputText
 from control_plane.legs import LegEvent, Legs
 from control_plane.output import Output, OutputPiece
+from control_plane.request_log import RequestRecord
 from control_plane.router.pool import WorkerPool
 from control_plane.router.snapshot import Need
 from control_plane.tokenizer import ModelTokenizer
@@ -82,8 +85,9 @@ class RequestFlow:
         cancelled (the client left), both legs are.
         """
         arrival_s = asyncio.get_running_loop().time()
-        story = _Story(message.request_id or uuid.uuid4().hex, arrival_s, timeout_s, send)
-        outcome = InternalError.reason
+        record = RequestRecord(message.request_id or uuid.uuid4().hex)
+        story = _Story(record, arrival_s, timeout_s, send)
+        outcome, fault = InternalError.reason, ""
         self._metrics.in_flight.inc()
         try:
             async with asyncio.timeout_at(story.deadline_s):
@@ -98,16 +102,16 @@ class RequestFlow:
         except HocketError as error:
             outcome = error.reason
             # The message of an invalid request quotes what the client sent: not for logs.
-            told = error.field if isinstance(error, InvalidRequest) else str(error)
-            extra = {"request_id": story.request_id, "reason": error.reason}
-            logger.info("request failed: %s", told, extra=extra)
+            fault = error.field if isinstance(error, InvalidRequest) else str(error)
             raise
         except asyncio.CancelledError:
-            outcome = Cancelled.reason
+            # Many a client leaves as soon as it has read the last message.
+            outcome = "OK" if record.is_answered else Cancelled.reason
             raise
         finally:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(outcome).inc()
+            record.ended(outcome, asyncio.get_running_loop().time() - arrival_s, fault)
 
     async def _serve(
         self, message: generation.GenerateRequest, limits: ModelLimits, story: _Story
@@ -117,22 +121,34 @@ class RequestFlow:
             request = replace(request, sampling=replace(request.sampling, seed=self._new_seed()))
         token_ids = await self._tokenizer.tokenize(request.prompt, limits.most_prompt_tokens)
         max_tokens = check_lengths(len(token_ids), request.max_tokens, limits)
-        need = Need(len(token_ids), max_tokens)
-        placement = self._pool.place(need)
+        self._metrics.observe_arrival(len(token_ids))
+        story.record.prompt_tokens = len(token_ids)
+        attempts = Attempts(self._pool, Need(len(token_ids), max_tokens))
 
         start = self._start_request(request, story, token_ids, max_tokens)
         text = OutputText(self._tokenizer.backend, request.stop_strings)
         output = Output(text, start.stopping.stop_token_ids, max_tokens)
-        with (
-            Legs(self._pool, placement, need, story.deadline_s) as legs,
-            _Run(story, legs, output, start, self._metrics) as run,
-        ):
-            legs.start_prefill(start)
-            while not run.is_over:
-                for item in await legs.events():
-                    run.take(item)
-                await run.send_piece()
+        with _Run(story, output, start, self._metrics) as run:
+            await self._follow(run, attempts, story)
         await run.send_finish()
+
+    async def _follow(self, run: _Run, attempts: Attempts, story: _Story) -> None:
+        """Both legs to the end of the output, on other workers when one loses the request early."""
+        while True:
+            story.record.placed(attempts.placement)
+            placed = (attempts.placement, attempts.need, story.deadline_s)
+            try:
+                with Legs(self._pool, *placed) as legs:
+                    await run.follow(legs, attempts.number)
+                return
+            except LegFailed as failed:
+                if not run.can_begin_again:
+                    raise failed.error from None
+                attempts.next(failed)
+                reason = failed.error.reason
+            self._metrics.replacements.labels(reason).inc()
+            extra = {"request_id": story.request_id, "attempt": attempts.number, "reason": reason}
+            logger.info("request placed again", extra=extra)
 
     def _start_request(
         self, request: ValidRequest, story: _Story, token_ids: tuple[int, ...], max_tokens: int
@@ -157,10 +173,14 @@ class RequestFlow:
 class _Story:
     """What stays the same from arrival to the end. Times are readings of the loop's clock."""
 
-    request_id: str
+    record: RequestRecord
     arrival_s: float
     timeout_s: float
     send: Send
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
 
     @property
     def deadline_s(self) -> float:
@@ -168,18 +188,16 @@ class _Story:
 
 
 class _Run:
-    """A request that has its workers: events in, messages out."""
+    """A request that is being served: events in, messages out."""
 
     def __init__(
         self,
         story: _Story,
-        legs: Legs,
         output: Output,
         start: StartRequest,
         metrics: GatewayMetrics,
     ) -> None:
         self._story = story
-        self._legs = legs
         self._output = output
         self._start = start
         self._metrics = metrics
@@ -201,6 +219,24 @@ class _Run:
         if self._first_token_s is None:
             self._metrics.queued.dec()
 
+    async def follow(self, legs: Legs, attempt: int) -> None:
+        """Starts the legs and goes with them to the end of the output.
+
+        Raises LegFailed when a worker gives the request up.
+        """
+        self._legs = legs
+        self._start = replace(self._start, key=replace(self._start.key, attempt=attempt))
+        legs.start(self._start)
+        while not self.is_over:
+            for item in await legs.events():
+                self.take(item)
+            await self.send_piece()
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether nothing is lost with these legs: prefill would choose the same first token."""
+        return not self._legs.has_joined and self._output.num_tokens <= 1
+
     @property
     def is_over(self) -> bool:
         """The output is, and decode has ended by itself, so that it needs no cancel.
@@ -213,7 +249,7 @@ class _Run:
         return is_cut or not self._legs.is_running(Leg.DECODE)
 
     def take(self, item: LegEvent) -> None:
-        """Takes the next event of either leg. Raises the HocketError that ends the request."""
+        """Takes the next event of either leg. Raises LegFailed, or InternalError for nonsense."""
         match item.event:
             case Begun(export=export):
                 if self._start.stopping.max_tokens > 1 and not self._output.is_over:
@@ -221,12 +257,7 @@ class _Run:
             case Tokens():
                 self._take_tokens(item.event)
             case Joined():
-                self._joined = item.event
-                self._hand_off_s = self._legs.running_s(Leg.DECODE)
-                self._metrics.hand_off_s.observe(self._hand_off_s)
-                self._metrics.hand_off_bytes.labels(item.event.transport).inc(
-                    item.event.imported_bytes
-                )
+                self._take_joined(item.event)
             case Finished():
                 self._take_finished(item.leg, item.event)
             case Failed():
@@ -234,12 +265,21 @@ class _Run:
                 # a death after that harms nothing.
                 is_done = item.leg is Leg.PREFILL and self._legs.has_joined
                 if not (is_done or self._output.is_over):
-                    raise error_from_failed(item.event)
+                    raise LegFailed(item.leg, error_from_failed(item.event))
+
+    def _take_joined(self, joined: Joined) -> None:
+        self._joined = joined
+        if self._legs.placement.is_whole:
+            return
+        self._hand_off_s = self._legs.running_s(Leg.DECODE)
+        self._metrics.hand_off_s.observe(self._hand_off_s)
+        self._metrics.hand_off_bytes.labels(joined.transport).inc(joined.imported_bytes)
 
     def _take_tokens(self, tokens: Tokens) -> None:
         num_before = self._output.num_tokens
         self._output.add(tokens)
         num_new = self._output.num_tokens - num_before
+        self._story.record.output_tokens = self._output.num_tokens
         if tokens.step is not None and num_new:
             # Counted as the worker counts a step that its last token cut short.
             num_accepted = min(tokens.step.accepted_tokens, num_new)
@@ -247,6 +287,7 @@ class _Run:
         if self._first_token_s is None and self._output.num_tokens:
             now_s = self._loop.time()
             self._first_token_s = now_s - self._story.arrival_s
+            self._story.record.first_token_s = self._first_token_s
             self._prefill_s = self._legs.running_s(Leg.PREFILL)
             self._metrics.queued.dec()
             self._metrics.first_token_s.observe(self._first_token_s)
@@ -294,6 +335,7 @@ class _Run:
             finish.hand_off.transport = self._joined.transport
             finish.hand_off.prefill_worker = self._legs.placement.prefill.worker_id
             finish.hand_off.decode_worker = self._legs.placement.decode.worker_id
+        self._story.record.is_answered = True
         await self._story.send(response)
 
     def _response(self, piece: OutputPiece | None) -> generation.GenerateResponse:

@@ -22,6 +22,7 @@ from decode_workers.import_stream import (
     Imported,
     ImportFailed,
     ImportMessage,
+    ReadsEnded,
     StreamGone,
 )
 from decode_workers.kv_import import ImportTable
@@ -38,6 +39,7 @@ from hocket.execution.engine_thread import (
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.step_failures import StepFailures
+from hocket.logs import about
 from hocket.parallel.lockstep import Alone, StepTogether, Wish
 from hocket.rpc.status import failed_from_error
 from hocket.scheduling.chunk_planner import PlannedChunk
@@ -125,6 +127,10 @@ class DecodeEngine:
         self._prefill_failures = StepFailures()
         self._decode_failures = StepFailures()
         self._num_steps = 0
+        self._computed_prompt_tokens = 0
+        self._decode_steps = 0
+        self._decode_batch_sum = 0
+        self._emitted_tokens = 0
         self._is_busy = False
 
     def take(self, command: DecodeCommand, now: float) -> None:
@@ -138,7 +144,7 @@ class DecodeEngine:
                 self._scheduler.is_draining = True
             case FailRequests(error):
                 self.fail_all(error, now)
-            case EventArrived() | StreamGone():
+            case EventArrived() | StreamGone() | ReadsEnded():
                 self._imports.take(command, now)
             case WakeUp(step):
                 self._together.wake(step)
@@ -207,7 +213,8 @@ class DecodeEngine:
                 except HocketError as error:
                     self._end([outcome.key], error, now)
             case ImportFailed(key, error) if self._can_recompute and error.is_retryable:
-                _logger.warning("The hand-off of %s failed, it is computed again: %s", key, error)
+                text = "The hand-off of %s failed, it is computed again: %s"
+                _logger.warning(text, key, error, extra=about(key))
                 self._release(key)
                 self._scheduler.recompute(key)
             case ImportFailed(key, error):
@@ -243,6 +250,8 @@ class DecodeEngine:
                 self._prefill(chunks, now)
             if plan:
                 self._decode(plan, now)
+        if plan or (is_step and not chunks):
+            self._decode_steps += 1
         return is_step
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
@@ -254,6 +263,7 @@ class DecodeEngine:
         )
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
             self._scheduler.computed(chunk)
+            self._computed_prompt_tokens += chunk.num_tokens
             if first is not None:
                 is_recomputed = self._scheduler.is_recomputed(chunk.key)
                 self._events.append(Joined(chunk.key, 0, "", recomputed=is_recomputed))
@@ -267,7 +277,9 @@ class DecodeEngine:
             lambda: self._runner.decode(sequences, [planned.num_drafts for planned in plan]),
             lambda error: self._end([planned.key for planned in plan], error, now),
         )
+        self._decode_batch_sum += len(plan)
         for planned, output in zip(plan, outputs or (), strict=bool(outputs)):
+            self._emitted_tokens += len(output.token_ids)
             step = VerifyStep(output.num_drafted, output.num_accepted)
             self._emit(planned.key, output.token_ids, output.logprobs, output.finish_reason, step)
 
@@ -333,4 +345,8 @@ class DecodeEngine:
             free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             steps=self._num_steps,
+            computed_prompt_tokens=self._computed_prompt_tokens,
+            decode_steps=self._decode_steps,
+            decode_batch_sum=self._decode_batch_sum,
+            emitted_tokens=self._emitted_tokens,
         )

@@ -7,10 +7,11 @@ table's messages. The prefill twin is `prefill_workers/export_stream.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hocket.errors import HocketError
 from hocket.rpc import worker_pb2 as worker
+from hocket.telemetry import GAUGE
 from hocket.types import Bundle, Fingerprint, RequestKey
 
 
@@ -49,7 +50,12 @@ class StreamGone:
     error: HocketError
 
 
-ImportCommand = EventArrived | StreamGone
+@dataclass(frozen=True, slots=True)
+class ReadsEnded:
+    """Some READs ended: a reason to wake up. The next `tick` sees which."""
+
+
+ImportCommand = EventArrived | StreamGone | ReadsEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,11 @@ class ImportFailed:
 
 @dataclass(slots=True)
 class ImportCounters:
-    """Since the start of the worker, for metrics. `read_seconds` sums over READs, from post to
-    fence, as `tick` saw them."""
+    """Since the start of the worker, for metrics; gauges are as the last `tick` left them.
+
+    `bytes` and `read_seconds` are of published READs: the latter sums over READs, from post to
+    fence, as `tick` saw them. `fences_tripped` are those of `fences_checked` that failed.
+    """
 
     begun: int = 0
     imported: int = 0
@@ -111,8 +120,12 @@ class ImportCounters:
     reads_failed: int = 0
     reads_timed_out: int = 0
     reads_retried: int = 0
+    reads_abandoned: int = 0
+    fences_checked: int = 0
     fences_tripped: int = 0
     bytes: int = 0
     read_seconds: float = 0.0
     quarantined_blocks: int = 0
     rebuilds: int = 0
+    reads_in_flight: int = field(default=0, metadata=GAUGE)
+    blocks_in_quarantine: int = field(default=0, metadata=GAUGE)

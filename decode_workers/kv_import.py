@@ -37,6 +37,7 @@ from decode_workers.import_stream import (
     ImportMessage,
     ImportSettings,
     OpenStream,
+    ReadsEnded,
     SendUpdate,
     StreamGone,
 )
@@ -52,9 +53,6 @@ from hocket.rpc.convert import (
     key_to_message,
 )
 from hocket.types import Bundle, ExportHandle, RequestKey
-
-# How soon to look at READs in flight again when the engine has nothing else to do.
-_POLL_S = 0.001
 
 
 @dataclass(slots=True)
@@ -158,18 +156,18 @@ class ImportTable:
     def take(self, command: ImportCommand, now: float) -> None:
         """Takes what came on a stream. What is meant for an import that is gone is late: whoever
         ended it has told the peer and freed everything."""
-        current = self._imports.get(command.key)
-        if current is None:
-            return
         match command:
-            case StreamGone(key, error):
+            case StreamGone(key, error) if key in self._imports:
                 self._fail(key, error, now)
-            case EventArrived(key, event):
+            case EventArrived(key, event) if key in self._imports:
+                current = self._imports[key]
                 current.deadline = now + self.settings.progress_timeout_s
                 try:
                     self._event(key, current, event, now)
                 except HocketError as error:
                     self._fail(key, error, now)
+            case EventArrived() | StreamGone() | ReadsEnded():
+                pass
 
     def take_messages(self) -> list[ImportMessage]:
         """What is to be sent since the last call, in order."""
@@ -191,12 +189,15 @@ class ImportTable:
             elif now - current.last_sent >= self.settings.progress_timeout_s / 3:
                 self._send(key, worker.ExportUpdate(progress=worker.Progress()), now)
         self._rebuild_if_needed(now)
+        self.counters.reads_in_flight = len(self._reads)
+        self.counters.blocks_in_quarantine = self._pool.num_quarantined
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def next_tick_s(self, now: float) -> float | None:
-        """Seconds until `tick` has something to do; None: not before something happens."""
-        due = [now + _POLL_S for read in self._reads.values() if not read.is_abandoned]
+        """Seconds until `tick` has something to do; None: not before something happens. The end
+        of a READ is such a thing: the importer notifies of it."""
+        due = [read.deadline for read in self._reads.values() if not read.is_abandoned]
         due += [
             min(i.deadline, i.last_sent + self.settings.progress_timeout_s / 3)
             for i in self._imports.values()
@@ -291,6 +292,7 @@ class ImportTable:
             in_flight += read.local_blocks
         self._pool.quarantine(in_flight)
         self._pool.free([b for b in current.blocks if b not in set(in_flight)])
+        self.counters.reads_abandoned += len(current.reads)
         self.counters.quarantined_blocks += len(in_flight)
         self._send_close(key, reason)
 
@@ -328,6 +330,7 @@ class ImportTable:
 
     def _publish(self, current: _Import, read: _Read, result: ReadResult, now: float) -> None:
         """The bytes are here. They count only if the exporter still held them afterwards."""
+        self.counters.fences_checked += 1
         if result.epoch != current.handle.slot_epoch:
             self.counters.fences_tripped += 1
             self._fail(

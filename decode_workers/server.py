@@ -24,6 +24,7 @@ from decode_workers.import_stream import (
     ImportMessage,
     ImportSettings,
     OpenStream,
+    ReadsEnded,
     SendUpdate,
     StreamGone,
 )
@@ -55,8 +56,9 @@ async def serve(settings: WorkerSettings, on_crash: CrashSink = end_process) -> 
     """
     server, address = bind(settings.host, settings.port)
     peers = GroupPeers(settings.epoch, asyncio.get_running_loop())
-    parts = await asyncio.to_thread(build_worker, settings, address, peers)
+    parts, importer = await asyncio.to_thread(build_worker, settings, address, peers)
     running = DecodeServer(server, parts, partial(ImportStreams, peers), on_crash)
+    importer.notify(lambda: running.post(ReadsEnded()))
     if settings.group is not None:
         service = GroupService(settings.epoch, running.post)
         worker_pb2_grpc.add_RankGroupServicer_to_server(service, server)
@@ -151,8 +153,8 @@ class ImportStreams:
 
 def build_worker(
     settings: WorkerSettings, address: str, peers: GroupPeers
-) -> WorkerParts[ImportCommand | WakeUp, ImportMessage]:
-    """The whole worker, from the checkpoint to the engine, not yet running."""
+) -> tuple[WorkerParts[ImportCommand | WakeUp, ImportMessage], NixlImporter]:
+    """The whole worker, from the checkpoint to the engine, not yet running; and its importer."""
     pool = settings.pool
     assert isinstance(pool, DecodeSettings), settings.role
     model = set_up_model(settings, peers.wake)
@@ -189,4 +191,7 @@ def build_worker(
         everyone = model.rank.group.tell_all("address", address)
         peers.meet([other for other in everyone if other != address])
     description = model.description(settings, address)
-    return WorkerParts(engine, description, imports.counters, release=importer.close)
+    parts: WorkerParts[ImportCommand | WakeUp, ImportMessage] = WorkerParts(
+        engine, description, imports.counters, release=importer.close
+    )
+    return parts, importer

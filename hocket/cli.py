@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 _ADDRESS = "127.0.0.1:50051"
+_ADMIN_ADDRESS = "127.0.0.1:50052"
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file; without one, every key's default.")
@@ -52,11 +53,19 @@ def _root(
 
 
 @app.command()
-def up(config: ConfigFile = None, overrides: Overrides = None, verbose: Verbose = False) -> None:
+def up(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    log_dir: Annotated[
+        str, typer.Option(help="Keep the processes' logs there; as --set telemetry.log_folder=DIR.")
+    ] = "",
+    verbose: Verbose = False,
+) -> None:
     """Start the whole set-up here and serve until Ctrl-C."""
     from hocket.commands import up as command
 
-    raise typer.Exit(command.run(config, overrides or [], verbose=verbose))
+    settings = [*(overrides or []), *command.log_settings(log_dir)]
+    raise typer.Exit(command.run(config, settings, verbose=verbose))
 
 
 @app.command()
@@ -102,6 +111,35 @@ def generate(
         max_draft_tokens=drafts,
     )
     raise typer.Exit(command.run(options, address, as_json=as_json))
+
+
+AdminAddress = Annotated[str, typer.Option(help="host:port of the operator's door.")]
+
+
+@app.command()
+def status(
+    address: AdminAddress = _ADMIN_ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second.")] = False,
+) -> None:
+    """Show pools, workers, latencies, drafts and the autoscaler's reasons."""
+    from hocket.commands import status as command
+
+    raise typer.Exit(command.run(address, as_json=as_json, is_watching=watch))
+
+
+@app.command()
+def scale(
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="POOL=N...", help="prefill=2 decode=3; N may be auto.")
+    ],
+    address: AdminAddress = _ADMIN_ADDRESS,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the pools have these sizes.")] = False,
+) -> None:
+    """Set the sizes of the pools; with "auto", the autoscaler decides again."""
+    from hocket.commands import scale as command
+
+    raise typer.Exit(command.run(sizes, address, is_waiting=wait))
 
 
 def main() -> None:

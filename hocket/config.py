@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hocket.autoscaler_settings import AutoscalerSettings, check_pool
 from hocket.errors import ConfigError
 from hocket.toml_tables import at_least, between, build, lay_over, one_of, wrong
 from hocket.types import Role
@@ -71,19 +72,22 @@ class PlacementSettings:
     num_gpus: GPUs given to it.
     resources: custom Ray resources, for example {prefill = 1.0}.
     labels: Ray node labels the worker's node must have, for example {"hocket.pool" = "prefill"}.
+    together: a Ray node label that has the same value on all nodes of one worker, for example
+        "ray.io/node-id": all ranks on one node; empty: wherever there is room, close together.
     """
 
     num_cpus: float = at_least(0, 0.1)
     num_gpus: float = at_least(0, 0.0)
     resources: dict[str, float] = field(default_factory=dict[str, float])
     labels: dict[str, str] = field(default_factory=dict[str, str])
+    together: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSettings:
     """[prefill]: the pool that reads prompts. All counts are per worker but `workers`.
 
-    workers: how many.
+    workers: how many; 0: none, decode workers read their prompts themselves (aggregated serving).
     chunk_tokens: most prompt tokens that one step computes.
     max_batch: most prompts that one step works on.
     max_waiting: most requests that wait for admission; beyond it RESOURCE_EXHAUSTED.
@@ -93,7 +97,7 @@ class PrefillSettings:
     placement: where Ray may put a worker.
     """
 
-    workers: int = between(1, 4096, 1)
+    workers: int = between(0, 4096, 1)
     chunk_tokens: int = between(16, 65536, 512)
     max_batch: int = between(1, 4096, 16)
     max_waiting: int = at_least(0, 1024)
@@ -202,6 +206,8 @@ class ClusterSettings:
     startup_timeout_s: everything must serve within this time.
     drain_s: time that requests in flight get when a worker or everything is stopped.
     stuck_s: a worker that does not answer for this long is killed and started again.
+    kubernetes: "auto": in a pod of a RayCluster that has a token, sizes are the replicas of its
+        groups; "off": never.
     """
 
     ray_address: str = ""
@@ -209,54 +215,7 @@ class ClusterSettings:
     startup_timeout_s: float = at_least(1, 120.0)
     drain_s: float = at_least(0, 10.0)
     stuck_s: float = at_least(1, 20.0)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolScaleSettings:
-    """[autoscaler.prefill], [autoscaler.decode]: how one pool may change. An operator's sizes
-    (`hocket scale`) keep to min_workers and max_workers too, whether `enabled` or not.
-
-    min_workers, max_workers: the size is always between them.
-    max_step_up, max_step_down: workers per decision.
-    max_starting: workers that start at the same time.
-    """
-
-    min_workers: int = between(1, 4096, 1)
-    max_workers: int = between(1, 4096, 8)
-    max_step_up: int = between(1, 4096, 4)
-    max_step_down: int = between(1, 4096, 1)
-    max_starting: int = between(1, 4096, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class AutoscalerSettings:
-    """[autoscaler]: whether and how the sizes of both pools follow the load.
-
-    enabled: off, sizes change only by `hocket scale`.
-    interval_s: time between decisions, and the window that each looks at.
-    ttft_s, inter_token_s: mean seconds to keep: to the first token, and between later ones.
-    queue_drain_s: a backlog should be gone within this time.
-    up_window_s, down_window_s: a pool grows (shrinks) only as far as every recommendation of this
-        long asked for.
-    trial_after_s: a target must be missed for this long before one more worker is tried.
-    start_limit_s: a worker that has been starting for longer is stuck: nothing grows meanwhile.
-    operator_hold_s: how long the autoscaler keeps an operator's size.
-    drain_s: time that the requests of a worker get when its pool shrinks.
-    """
-
-    enabled: bool = False
-    interval_s: float = at_least(0.2, 10.0)
-    ttft_s: float = at_least(0.001, 2.0)
-    inter_token_s: float = at_least(0.0001, 0.05)
-    queue_drain_s: float = at_least(0.1, 30.0)
-    up_window_s: float = at_least(0, 30.0)
-    down_window_s: float = at_least(0, 300.0)
-    trial_after_s: float = at_least(0, 120.0)
-    start_limit_s: float = at_least(1, 900.0)
-    operator_hold_s: float = at_least(0, 3600.0)
-    drain_s: float = at_least(0, 600.0)
-    prefill: PoolScaleSettings = field(default_factory=PoolScaleSettings)
-    decode: PoolScaleSettings = field(default_factory=PoolScaleSettings)
+    kubernetes: str = one_of("auto", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,14 +363,5 @@ def _check_together(config: Config) -> None:
         limit = f"at least twice redis.renew_s ({renew_s}), so that one late renewal is forgiven"
         raise wrong("redis.lease_s", lease_s, limit)
     if config.autoscaler.enabled:
-        _check_pool("prefill", config.prefill.workers, config.autoscaler.prefill)
-        _check_pool("decode", config.decode.workers, config.autoscaler.decode)
-
-
-def _check_pool(name: str, workers: int, scale: PoolScaleSettings) -> None:
-    if scale.min_workers > scale.max_workers:
-        limit = f"at most autoscaler.{name}.max_workers ({scale.max_workers})"
-        raise wrong(f"autoscaler.{name}.min_workers", scale.min_workers, limit)
-    if not scale.min_workers <= workers <= scale.max_workers:
-        limit = f"from {scale.min_workers} to {scale.max_workers} (autoscaler.{name})"
-        raise wrong(f"{name}.workers", workers, limit)
+        check_pool("prefill", config.prefill.workers, config.autoscaler.prefill)
+        check_pool("decode", config.decode.workers, config.autoscaler.decode)

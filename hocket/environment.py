@@ -10,12 +10,34 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 # Largest message of UCX over TCP; `hocket.kv.nixl_agent` says why no READ there may be larger.
-TCP_SEGMENT_BYTES = 256 * 1024
+TCP_SEGMENT_BYTES = 512 * 1024
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+_KUBERNETES_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+
+
+@dataclass(frozen=True, slots=True)
+class RayClusterPod:
+    """A pod of a RayCluster, as KubeRay tells it."""
+
+    cluster: str
+    namespace: str
+    name: str
+
+
+def ray_cluster_pod() -> RayClusterPod | None:
+    """The pod that this process runs in, if KubeRay has made it and it has a token for
+    Kubernetes' API."""
+    if not _KUBERNETES_TOKEN.is_file():
+        return None
+    cluster, namespace = os.environ.get("RAY_CLUSTER_NAME"), os.environ.get("RAY_CLUSTER_NAMESPACE")
+    if not cluster or not namespace:
+        return None
+    return RayClusterPod(cluster, namespace, os.environ.get("RAY_CLOUD_INSTANCE_ID", "pod"))
 
 
 def has_rdma_devices() -> bool:
@@ -86,6 +108,8 @@ def prepare_ray() -> None:
         # Every actor here has its own environment, so idle processes started ahead are never used.
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_metrics_collection": "0",
+        # Ray's 15 lets any other process of the machine hold up gateway and engines for 100 ms.
+        "RAY_worker_niceness": "0",
         # An actor without a GPU still sees the machine's, as Ray's next version does it.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -1,23 +1,32 @@
-"""What every process tells about itself: Prometheus metrics and log lines in JSON.
+"""What every process tells about itself in figures: its Prometheus metrics.
 
-Metrics live in a registry that is passed in, one per process. The gateway uses `GatewayMetrics`,
-workers `WorkerMetrics`; both report multi-token prediction through `DraftMetrics`, where each of
-the circulating figures has a name of its own. Log lines carry the request's id when it is known;
-they never carry prompts or tokens.
+Metrics live in a registry that is passed in, one per process. The gateway uses `GatewayMetrics`
+and `PoolMetrics`, workers `WorkerMetrics`; gateway and decode workers report multi-token
+prediction through `DraftMetrics`, where each of the circulating figures has a name of its own.
+`docs/metrics.md` has the table. Log lines are `hocket.logs`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
-from collections.abc import Iterable
-from typing import Any, TextIO
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    start_http_server,
+)
 
 from hocket.errors import ConfigError
-from hocket.types import DraftCounts, Load, Usage
+from hocket.types import DraftCounts, Load, Usage, WorkerDescription
+
+GAUGE: Mapping[str, str] = {"kind": "gauge"}
+"""Metadata of a field that can fall, in a dataclass of counts
+(`hocket.execution.worker_metrics.CounterCollector`)."""
 
 _LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -97,6 +106,33 @@ class DraftMetrics:
                 self.survival.labels(str(position)).set(accepted / drafted)
 
 
+@dataclass(frozen=True, slots=True)
+class LatencySum:
+    """A histogram's whole: samples and their sum in seconds."""
+
+    count: int
+    sum_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFigures:
+    """The gateway's metrics as values, since the start of its process."""
+
+    in_flight: int
+    queued: int
+    requests_by_outcome: Mapping[str, int]
+    first_token: LatencySum
+    inter_token: LatencySum
+    hand_off: LatencySum
+    arrived_requests: int
+    arrived_prompt_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    hand_off_bytes_by_transport: Mapping[str, int]
+    drafts: DraftCounts
+
+
 class GatewayMetrics:
     """What the gateway measures per request. Latencies count from the request's arrival."""
 
@@ -106,6 +142,12 @@ class GatewayMetrics:
             "hocket_requests", "Requests by outcome: OK or the error's reason.", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self.replacements = Counter(
+            "hocket_replacements",
+            "Requests begun again on other workers, by the reason of the one that failed.",
+            ["reason"],
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "hocket_requests_in_flight", "Requests being served.", registry=registry
         )
@@ -131,6 +173,13 @@ class GatewayMetrics:
             "hocket_hand_off_bytes", "KV bytes moved from prefill to decode.", ["transport"],
             registry=registry,
         )  # fmt: skip
+        self.arrived = Counter(
+            "hocket_requests_arrived", "Valid requests, before they find workers.",
+            registry=registry,
+        )  # fmt: skip
+        self.arrived_prompt_tokens = Counter(
+            "hocket_prompt_tokens_arrived", "Prompt tokens of these.", registry=registry
+        )
         self.prompt_tokens = Counter("hocket_prompt_tokens", "Prompt tokens.", registry=registry)
         self.cached_tokens = Counter(
             "hocket_prompt_tokens_cached", "Prompt tokens found in the cache.", registry=registry
@@ -143,6 +192,11 @@ class GatewayMetrics:
         for _ in range(num_tokens):
             self.inter_token_s.observe(gap_s / num_tokens)
 
+    def observe_arrival(self, prompt_tokens: int) -> None:
+        """A valid request has come."""
+        self.arrived.inc()
+        self.arrived_prompt_tokens.inc(prompt_tokens)
+
     def observe_usage(self, usage: Usage) -> None:
         """The usage of a finished request."""
         self.prompt_tokens.inc(usage.prompt_tokens)
@@ -150,12 +204,70 @@ class GatewayMetrics:
         self.output_tokens.inc(usage.output_tokens)
         self.drafts.add(usage.drafts)
 
+    def figures(self) -> GatewayFigures:
+        """All of it, for people."""
+        return GatewayFigures(
+            in_flight=int(_value(self.in_flight)),
+            queued=int(_value(self.queued)),
+            requests_by_outcome=_by_label(self.requests, "outcome"),
+            first_token=_latency_sum(self.first_token_s),
+            inter_token=_latency_sum(self.inter_token_s),
+            hand_off=_latency_sum(self.hand_off_s),
+            arrived_requests=int(_value(self.arrived)),
+            arrived_prompt_tokens=int(_value(self.arrived_prompt_tokens)),
+            prompt_tokens=int(_value(self.prompt_tokens)),
+            cached_tokens=int(_value(self.cached_tokens)),
+            output_tokens=int(_value(self.output_tokens)),
+            hand_off_bytes_by_transport=_by_label(self.hand_off_bytes, "transport"),
+            drafts=self.drafts.total,
+        )
+
+
+class PoolMetrics:
+    """Sizes of the pools, as their owner published them last. The gateway shows them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.workers = Gauge(
+            "hocket_pool_workers",
+            "Workers of a pool: asked for, ready, starting, draining.",
+            ["pool", "state"],
+            registry=registry,
+        )
+        self.operator_workers = Gauge(
+            "hocket_pool_operator_workers",
+            "Workers that an operator asked for; no sample while the pool is left to itself.",
+            ["pool"],
+            registry=registry,
+        )
+        self.is_autoscaled = Gauge(
+            "hocket_autoscaler_enabled", "1 while the autoscaler decides on sizes.",
+            registry=registry,
+        )  # fmt: skip
+        self.published = Gauge(
+            "hocket_pool_status_timestamp_seconds",
+            "When the sizes were published: old, and whoever runs the pools is gone.",
+            registry=registry,
+        )
+
+    def observe_pool(self, pool: str, workers: Mapping[str, int]) -> None:
+        """The workers of a pool by state; "size" are those that are asked for."""
+        for state, number in workers.items():
+            self.workers.labels(pool, "asked" if state == "size" else state).set(number)
+
+    def clear(self) -> None:
+        """Nothing is known, until it is told again."""
+        self.workers.clear()
+        self.operator_workers.clear()
+
 
 class WorkerMetrics:
-    """What a worker's engine shows: its load, its pulse, its steps."""
+    """What a worker's engine shows: who it is, its load, its pulse, its steps."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.info = Info(
+            "hocket_worker", "Who the worker is, as labels; the value is 1.", registry=registry
+        )
         self.step_s = _latency(registry, "hocket_worker_step_seconds", "One step of the engine.")
         self.steps = Gauge(
             "hocket_worker_steps", "Steps since the start: stands still when the engine does.",
@@ -175,7 +287,20 @@ class WorkerMetrics:
             "hocket_worker_kv_blocks", "KV blocks: all, free, finished but unread.", ["state"],
             registry=registry,
         )  # fmt: skip
-        self.drafts = DraftMetrics(registry)
+
+    def observe_identity(self, worker: WorkerDescription) -> None:
+        """Who the worker is; its transport is known after the first hand-off."""
+        labels = {
+            "worker": worker.worker_id,
+            "role": worker.role.value,
+            "group": worker.group,
+            "rank": str(worker.rank),
+            "group_size": str(worker.group_size),
+            "epoch": str(worker.epoch),
+            "model": worker.model,
+            "transport": worker.transport,
+        }
+        self.info.info(labels)
 
     def observe_load(self, load: Load) -> None:
         """The load as of now."""
@@ -192,7 +317,11 @@ class MetricsPage:
     """A registry behind HTTP for Prometheus, http://`address`/metrics, on a thread of its own."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        """Listens at once; port 0 takes a free one. Raises ConfigError when it cannot."""
+        """Listens at once; port 0 takes a free one. What the operating system knows of the process
+        (memory, CPU, open files) is added to the registry.
+
+        Raises ConfigError when it cannot listen.
+        """
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -201,6 +330,7 @@ class MetricsPage:
                 f"{error.strerror or error}. Port 0 takes a free one, -1 serves no metrics.",
                 field="telemetry.metrics_port",
             ) from error
+        ProcessCollector(registry=registry)
         self.port: int = self._server.server_port
         self.address = f"{host}:{self.port}"
 
@@ -211,37 +341,22 @@ class MetricsPage:
         self._server.server_close()
 
 
-class JsonFormatter(logging.Formatter):
-    """One line of JSON per record; what is given as `extra={...}` becomes fields of its own."""
-
-    _PLAIN = frozenset(vars(logging.makeLogRecord({})))
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON: time (UTC, seconds), level, process, logger, message, extras."""
-        line: dict[str, Any] = {
-            "time": round(record.created, 6),
-            "level": record.levelname.lower(),
-            "process": self._process,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= {k: v for k, v in vars(record).items() if k not in self._PLAIN}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+def _value(metric: Gauge | Counter) -> float:
+    """The value of a metric without labels."""
+    (family,) = metric.collect()
+    return next(s.value for s in family.samples if not s.name.endswith("_created"))
 
 
-def configure_logging(level: str, process: str, stream: TextIO | None = None) -> None:
-    """Sends this process's log lines, as JSON, to `stream` (stderr). `process` says which it is."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(process))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+def _by_label(counter: Counter, label: str) -> dict[str, int]:
+    (family,) = counter.collect()
+    samples = [s for s in family.samples if s.name.endswith("_total")]
+    return {s.labels[label]: int(s.value) for s in samples}
+
+
+def _latency_sum(histogram: Histogram) -> LatencySum:
+    (family,) = histogram.collect()
+    values = {s.name.rpartition("_")[2]: s.value for s in family.samples}
+    return LatencySum(int(values["count"]), values["sum"])
 
 
 def _latency(registry: CollectorRegistry, name: str, text: str) -> Histogram:

@@ -152,7 +152,14 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a worker is, as it says itself."""
+    """How busy a worker is, as it says itself; from `busy_s` on, what it did since its start.
+
+    busy_s: seconds of turns that did something.
+    computed_prompt_tokens: in prompt chunks.
+    decode_steps: that this rank took part in, with a batch or to step with its group.
+    decode_step_s: seconds of the turns with a decode step. decode_batch_sum: requests in its batch,
+    summed over its steps. emitted_tokens: by decode steps.
+    """
 
     running_requests: int = 0
     waiting_requests: int = 0
@@ -161,6 +168,12 @@ class Load:
     num_blocks: int = 0
     unread_blocks: int = 0
     steps: int = 0
+    busy_s: float = 0.0
+    computed_prompt_tokens: int = 0
+    decode_steps: int = 0
+    decode_step_s: float = 0.0
+    decode_batch_sum: int = 0
+    emitted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class PrefillEngine:
         self._events: list[Event] = []
         self._failures = StepFailures()
         self._num_steps = 0
+        self._computed_prompt_tokens = 0
         self._is_busy = False
 
     def take(self, command: Command | ExportCommand, now: float) -> None:
@@ -171,6 +172,7 @@ class PrefillEngine:
         first_tokens = self._failures.run(compute, fail)
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
             self._scheduler.computed(chunk)
+            self._computed_prompt_tokens += chunk.num_tokens
             self._announce(chunk, now)
             if first is not None:
                 self._finish(chunk.key, first, now)
@@ -238,6 +240,7 @@ class PrefillEngine:
             num_blocks=self._pool.num_blocks,
             unread_blocks=self._exports.unread_blocks,
             steps=self._num_steps,
+            computed_prompt_tokens=self._computed_prompt_tokens,
         )
 
 

@@ -69,7 +69,7 @@ class _Pages:
         """200 while a request would be served, else 503: what a readiness probe asks."""
         if self._door.is_closing:
             return _json_response(request, 503, {"status": "stopping"})
-        if not self._door.behind.pool.has_pair():
+        if not self._door.behind.pool.can_serve():
             return _json_response(request, 503, {"status": "no workers that can pair"})
         return _json_response(request, 200, {"status": "serving"})
 

@@ -28,6 +28,13 @@ def is_not_draining(snapshot: WorkerSnapshot, need: Need) -> str:
     return "is draining" if snapshot.worker.is_draining else ""
 
 
+def has_not_failed(snapshot: WorkerSnapshot, need: Need) -> str:
+    """It must not have refused or lost this very request before."""
+    worker = snapshot.worker
+    has_failed = worker.worker_id in need.avoid or worker.group in need.avoid
+    return "has failed this request already" if has_failed else ""
+
+
 def speaks_our_protocol(snapshot: WorkerSnapshot, need: Need) -> str:
     """Versions N and N-1 understand each other."""
     version = snapshot.worker.protocol_version
@@ -52,7 +59,13 @@ def fits_decode(snapshot: WorkerSnapshot, need: Need) -> str:
     return f"holds at most {most} tokens of prompt and output"
 
 
-AVAILABLE: tuple[Filter, ...] = (is_listed, is_connected, is_not_draining, speaks_our_protocol)
+AVAILABLE: tuple[Filter, ...] = (
+    is_listed,
+    is_connected,
+    is_not_draining,
+    speaks_our_protocol,
+    has_not_failed,
+)
 
 
 def split(

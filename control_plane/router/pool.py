@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from control_plane.router.route import choose_pair, has_pair
+from control_plane.router.route import Choose, can_serve, choose_pair
 from control_plane.router.snapshot import Books, Need, Placement, WorkerSnapshot
 from hocket.rpc.session_client import EventSink
 from hocket.types import Load, RequestKey, StartRequest, WorkerDescription
@@ -65,10 +65,16 @@ class Entry:
 class WorkerPool:
     """All known workers. Lives on one event loop."""
 
-    def __init__(self, directory: WorkerDirectory, connect: Callable[[str], WorkerSession]) -> None:
+    def __init__(
+        self,
+        directory: WorkerDirectory,
+        connect: Callable[[str], WorkerSession],
+        choose: Choose = choose_pair,
+    ) -> None:
         """`connect` opens the Session with the worker at an address."""
         self._directory = directory
         self._connect = connect
+        self._choose = choose
         self._members: dict[str, _Member] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._rotation = 0
@@ -109,13 +115,13 @@ class WorkerPool:
         return [member.worker for member in self._members.values() if member.is_listed]
 
     def place(self, need: Need) -> Placement:
-        """The pair for a request. Raises WorkerUnavailable or InvalidRequest; see `route`."""
+        """The workers for a request. Raises WorkerUnavailable or InvalidRequest; see `route`."""
         self._rotation += 1
-        return choose_pair(self.snapshots(), need, self._rotation)
+        return self._choose(self.snapshots(), need, self._rotation)
 
-    def has_pair(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether requests can be served at all."""
-        return has_pair(self.snapshots())
+        return can_serve(self.snapshots(), self._choose)
 
     def session(self, worker_id: str) -> WorkerSession:
         """The Session with a known worker."""

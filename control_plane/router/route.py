@@ -14,6 +14,8 @@ from hocket.errors import HocketError, InvalidRequest, WorkerUnavailable
 from hocket.types import Fingerprint, Role
 
 Scorer = Callable[[WorkerSnapshot, Need], float]
+Choose = Callable[[Sequence[WorkerSnapshot], Need, int], Placement]
+"""Of these workers, for this need, the placement; see `choose_pair` and `choose_whole`."""
 
 # Workers that an error message names one by one.
 _NAMED_REASONS = 8
@@ -44,6 +46,13 @@ def choose_pair(workers: Sequence[WorkerSnapshot], need: Need, rotation: int = 0
     return min(pairs, key=lambda pair: pair[0])[1]
 
 
+def choose_whole(workers: Sequence[WorkerSnapshot], need: Need, rotation: int = 0) -> Placement:
+    """The best decode worker for a whole request. Raises as `choose_pair` does."""
+    decode = _candidates(workers, Role.DECODE, filters.fits_decode, need)
+    _, best = pick(decode, scorers.whole, need, rotation)
+    return Placement(best.worker, best.worker)
+
+
 def pick(
     candidates: Sequence[WorkerSnapshot], scorer: Scorer, need: Need, rotation: int
 ) -> tuple[float, WorkerSnapshot]:
@@ -54,10 +63,10 @@ def pick(
     return best, ties[rotation % len(ties)]
 
 
-def has_pair(workers: Sequence[WorkerSnapshot]) -> bool:
-    """Whether the smallest request would find a pair: the gateway's health."""
+def can_serve(workers: Sequence[WorkerSnapshot], choose: Choose = choose_pair) -> bool:
+    """Whether the smallest request would find its workers: the gateway's health."""
     try:
-        choose_pair(workers, Need(prompt_tokens=1, max_tokens=1))
+        choose(workers, Need(prompt_tokens=1, max_tokens=1), 0)
     except HocketError:
         return False
     return True

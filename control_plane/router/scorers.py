@@ -27,3 +27,10 @@ def filled_decode(snapshot: WorkerSnapshot, need: Need) -> float:
     used = max(reported, books.blocks) + need.all_blocks(worker.block_tokens)
     busy = max(load.running_requests, books.requests) / num_blocks
     return used / num_blocks + busy + load.waiting_requests
+
+
+def whole(snapshot: WorkerSnapshot, need: Need) -> float:
+    """Of a worker that reads the prompt, too: its blocks, and the prompts ahead of this one, in
+    prompts of this length."""
+    ahead = queued_prefill(snapshot, need) / max(need.prompt_tokens, 1)
+    return filled_decode(snapshot, need) + ahead

@@ -12,10 +12,12 @@ from hocket.types import Load, WorkerDescription
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of a pair of workers, in tokens."""
+    """What a request asks of a pair of workers, in tokens. `avoid`: names of workers, and of whole
+    groups, that have failed it already."""
 
     prompt_tokens: int
     max_tokens: int
+    avoid: frozenset[str] = frozenset()
 
     def prompt_blocks(self, block_tokens: int) -> int:
         """Blocks that hold the prompt."""
@@ -61,7 +63,13 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The pair that serves a request; their fingerprints are equal."""
+    """The pair that serves a request; their fingerprints are equal. In aggregated serving both are
+    one decode worker."""
 
     prefill: WorkerDescription
     decode: WorkerDescription
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one worker does all of it."""
+        return self.prefill is self.decode

@@ -46,7 +46,8 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
     started = time.monotonic()
     try:
         # Beside a running `hocket up` the demo must not ask for the same ports.
-        config = load_config(path, ["gateway.port=0", "gateway.http_port=0", *overrides])
+        ports = ["gateway.port=0", "gateway.http_port=0", "gateway.admin_port=0"]
+        config = load_config(path, [*ports, *overrides])
         with (
             interruptible() as signals,
             running_cluster(config, progress, signals, verbose=verbose) as (_, serving),

@@ -6,6 +6,7 @@ happens inside, nothing it started is left behind.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -18,10 +19,10 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
-from control_plane.cluster import supervisor
 from control_plane.cluster.cluster import Cluster, Serving
 from hocket.config import Config, load_config
 from hocket.errors import HocketError
+from hocket.logs import also_in_file
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -140,6 +141,8 @@ def serving_table(config: Config, serving: Serving) -> Table:
     table.add_row("gateway", serving.gateway_address, f"gRPC, model {config.model.name}")
     if serving.http_address:
         table.add_row("", f"http://{serving.http_address}/v1", "OpenAI HTTP, the same model")
+    if serving.admin_address:
+        table.add_row("", serving.admin_address, "gRPC for hocket status, hocket scale")
     for worker in serving.workers:
         tokens = worker.num_blocks * worker.block_tokens
         drafts = f", {worker.max_draft_tokens} drafts" if worker.role.value == "decode" else ""
@@ -150,22 +153,30 @@ def serving_table(config: Config, serving: Serving) -> Table:
     for name, address in pages.items():
         if address:
             table.add_row("metrics", f"http://{address}/metrics", f"Prometheus, {name}")
+    if serving.log_folder:
+        table.add_row("logs", serving.log_folder, "JSON lines, a file per process")
     return table
+
+
+def log_settings(folder: str) -> list[str]:
+    """The override that `--log-dir` stands for; none when it is not given."""
+    return [f"telemetry.log_folder={json.dumps(folder)}"] if folder else []
 
 
 def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
     """The command; returns its exit code."""
     console = Console(stderr=True, highlight=False)
     logging.basicConfig(format="%(message)s")
-    logging.getLogger(supervisor.__name__).setLevel(logging.INFO)
     try:
         config = load_config(path, overrides)
+        logging.getLogger("control_plane").setLevel(config.telemetry.log_level.upper())
         with (
             interruptible() as signals,
             running_cluster(config, Progress(console), signals, verbose=verbose) as (
                 cluster,
                 serving,
             ),
+            also_in_file("up", serving.log_folder),
         ):
             console.print(serving_table(config, serving))
             console.print(

@@ -11,51 +11,76 @@ from dataclasses import fields
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from hocket.telemetry import WorkerMetrics
-from hocket.types import DraftCounts, Event, Failed, Joined, Load, Tokens
+from hocket.telemetry import GAUGE, DraftMetrics, WorkerMetrics
+from hocket.types import (
+    DraftCounts,
+    Event,
+    Failed,
+    Joined,
+    Load,
+    Role,
+    Tokens,
+    WorkerDescription,
+)
 
 
 class CounterCollector(Collector):
-    """Every field of a dataclass of counts as `<prefix>_<field>_total`."""
+    """Every field of a dataclass of counts: as `<prefix>_<field>_total`, or, where its metadata is
+    `hocket.telemetry.GAUGE`, as the gauge `<prefix>_<field>`."""
 
     def __init__(self, prefix: str, counters: Any) -> None:
         self._prefix = prefix
         self._counters = counters
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for field in fields(self._counters):
             words = field.name.replace("_", " ")
-            family = CounterMetricFamily(f"{self._prefix}_{field.name}", f"Hand-offs: {words}.")
+            kind = GaugeMetricFamily if field.metadata == GAUGE else CounterMetricFamily
+            family = kind(f"{self._prefix}_{field.name}", f"Hand-offs: {words}.")
             family.add_metric([], float(getattr(self._counters, field.name)))
             yield family
 
 
-class EngineMetrics:
-    """What one worker shows of its engine."""
+class LoadCounters(Collector):
+    """What a worker has done since its start, as its latest `Load` says it."""
 
-    def __init__(self, role: str, hand_off_counters: Any) -> None:
-        """`hand_off_counters` is the dataclass of counts of the worker's export or import table."""
-        self.registry = CollectorRegistry()
-        self._worker = WorkerMetrics(self.registry)
+    def __init__(self, role: Role) -> None:
+        self.load = Load()
+        self._role = role
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        load = self.load
+        shown = [
+            ("busy_seconds", load.busy_s, "Seconds of turns that did something."),
+            ("computed_prompt_tokens", load.computed_prompt_tokens, "Prompt tokens computed."),
+        ]
+        if self._role is Role.DECODE:
+            shown += [
+                ("decode_steps", load.decode_steps, "Decode steps that this rank took part in."),
+                ("decode_step_seconds", load.decode_step_s, "Seconds of turns with a decode step."),
+            ]
+        for name, value, text in shown:
+            family = CounterMetricFamily(f"hocket_worker_{name}", text)
+            family.add_metric([], float(value))
+            yield family
+
+
+class DecodeMetrics:
+    """What only decode workers have: drafts, and prompts whose hand-off failed."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._drafts = DraftMetrics(registry)
         self._recomputed = Counter(
             "hocket_worker_recomputed_prompts",
             "Prompts computed here because their hand-off failed.",
-            registry=self.registry,
+            registry=registry,
         )
-        self._failed = Counter(
-            "hocket_worker_failed_requests",
-            "Requests that failed here, by reason.",
-            ["reason"],
-            registry=self.registry,
-        )
-        self.registry.register(CounterCollector(f"hocket_{role}_hand_off", hand_off_counters))
 
-    def observe(self, events: Sequence[Event], load: Load) -> None:
+    def observe(self, events: Sequence[Event]) -> None:
         """The outcome of a turn."""
-        self._worker.observe_load(load)
         drafts = DraftCounts()
         for event in events:
             if isinstance(event, Tokens) and event.step is not None:
@@ -65,10 +90,41 @@ class EngineMetrics:
                 )
             elif isinstance(event, Joined) and event.recomputed:
                 self._recomputed.inc()
-            elif isinstance(event, Failed):
-                self._failed.labels(event.reason).inc()
         if drafts.verify_steps:
-            self._worker.drafts.add(drafts)
+            self._drafts.add(drafts)
+
+
+class EngineMetrics:
+    """What one worker shows of its engine."""
+
+    def __init__(self, role: Role, hand_off_counters: Any) -> None:
+        """`hand_off_counters` is the dataclass of counts of the worker's export or import table."""
+        self.registry = CollectorRegistry()
+        self._worker = WorkerMetrics(self.registry)
+        self._decode = DecodeMetrics(self.registry) if role is Role.DECODE else None
+        self._since_start = LoadCounters(role)
+        self.registry.register(self._since_start)
+        self._failed = Counter(
+            "hocket_worker_failed_requests",
+            "Requests that failed here, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.registry.register(CounterCollector(f"hocket_{role.value}_hand_off", hand_off_counters))
+
+    def observe_identity(self, worker: WorkerDescription) -> None:
+        """Who the worker is; again when its transport has become known."""
+        self._worker.observe_identity(worker)
+
+    def observe(self, events: Sequence[Event], load: Load) -> None:
+        """The outcome of a turn."""
+        self._worker.observe_load(load)
+        self._since_start.load = load
+        for event in events:
+            if isinstance(event, Failed):
+                self._failed.labels(event.reason).inc()
+        if self._decode is not None:
+            self._decode.observe(events)
 
     def observe_step(self, seconds: float) -> None:
         """One step that computed something; from any thread."""

@@ -33,6 +33,7 @@ from hocket.execution.engine_thread import (
     Message,
     StepOutput,
 )
+from hocket.execution.request_log import log_events
 from hocket.execution.worker_metrics import EngineMetrics
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc import worker_pb2_grpc
@@ -48,6 +49,8 @@ STUCK_S = 20.0
 LOAD_EVERY_S = 0.1
 # Time that the last events get to leave before a broken worker ends its process.
 LAST_WORDS_S = 0.5
+# Time that a gateway gets to read the last events of a drained worker.
+LAST_EVENTS_S = 5.0
 
 MessageIn = TypeVar("MessageIn", contravariant=True)
 
@@ -114,7 +117,8 @@ class WorkerServer(Generic[HandOffCommand, Message]):
         )
         self._streams = open_streams(self._thread.post)
         self._sessions = SessionServer(self, parts.description.epoch)
-        self._metrics = EngineMetrics(parts.description.role.value, parts.hand_off_counters)
+        self._metrics = EngineMetrics(parts.description.role, parts.hand_off_counters)
+        self._metrics.observe_identity(parts.description)
         self._page: MetricsPage | None = None
         self._health = _HealthServicer()
         self._load = Load()
@@ -122,6 +126,10 @@ class WorkerServer(Generic[HandOffCommand, Message]):
         self._is_draining = False
         self._is_drained = asyncio.Event()
         self._told_at = 0.0
+        # Of the engine's thread: seconds of its turns, and the decode steps of the last one.
+        self._busy_s = 0.0
+        self._decode_step_s = 0.0
+        self._decode_steps = 0
         self._watch: asyncio.Task[None] | None = None
         # The number of turns that was seen last, and since when.
         self._pulse = (0, time.monotonic())
@@ -196,8 +204,16 @@ class WorkerServer(Generic[HandOffCommand, Message]):
             error = WorkerUnavailable("The worker was drained and stopped; retry elsewhere.")
             self._thread.post(FailRequests(error))
             await asyncio.wait_for(self._is_drained.wait(), STUCK_S)
-            return failed
-        return 0
+        else:
+            failed = 0
+        await self._let_leave()
+        return failed
+
+    async def _let_leave(self) -> None:
+        """Waits until what the engine told last is on its way to the gateways."""
+        deadline = self._loop.time() + LAST_EVENTS_S
+        while self._sessions.has_unsent and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         """Ends streams, server and engine, and frees the model. Call `drain` first to be kind."""
@@ -218,18 +234,25 @@ class WorkerServer(Generic[HandOffCommand, Message]):
         """In the engine's thread."""
         now = time.monotonic()
         if output.wait_s == 0:
+            self._busy_s += seconds
             self._metrics.observe_step(seconds)
+        if output.load.decode_steps > self._decode_steps:
+            self._decode_steps = output.load.decode_steps
+            self._decode_step_s += seconds
         has_news = output.events or output.messages or output.is_drained
         if has_news or now - self._told_at >= LOAD_EVERY_S:
             self._told_at = now
-            self._call_on_loop(self._publish, output)
+            load = replace(output.load, busy_s=self._busy_s, decode_step_s=self._decode_step_s)
+            self._call_on_loop(self._publish, replace(output, load=load))
 
     def _publish(self, output: StepOutput[Message]) -> None:
         self._load = output.load
         self._metrics.observe(output.events, output.load)
         for event in output.events:
-            if isinstance(event, Joined) and event.transport:
+            if isinstance(event, Joined) and event.transport not in ("", self._transport):
                 self._transport = event.transport
+                self._metrics.observe_identity(self.description())
+        log_events(self._parts.description.role, output.events)
         self._sessions.publish(output.events, output.load)
         self._streams.deliver(output.messages)
         if output.is_drained:

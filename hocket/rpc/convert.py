@@ -73,7 +73,6 @@ _LOAD_FIELDS = _plain_fields(Load)
 _DESCRIPTION_FIELDS = _plain_fields(WorkerDescription)
 _HANDLE_FIELDS = _plain_fields(ExportHandle)
 _JOINED_FIELDS = _plain_fields(Joined)
-_STEP_FIELDS = _plain_fields(VerifyStep)
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -312,15 +311,18 @@ def start_from_message(message: worker.Start, token_ids: tuple[int, ...]) -> Sta
 
 def event_to_message(event: Event) -> worker.Event:
     """Any event of a leg, with its key."""
-    message = worker.Event(key=key_to_message(event.key))
+    message = worker.Event()
+    key = message.key  # field by field is quickest, and there is one of these for every token
+    key.request_id, key.attempt = event.key.request_id, event.key.attempt
     match event:
         case Tokens():
-            message.tokens.output_index = event.output_index
-            message.tokens.token_ids = pack_tokens(event.token_ids)
-            message.tokens.logprobs.extend(logprobs_to_message(p) for p in event.logprobs)
+            tokens = message.tokens
+            tokens.output_index = event.output_index
+            tokens.token_ids = pack_tokens(event.token_ids)
+            tokens.logprobs.extend(map(logprobs_to_message, event.logprobs))
             if event.step is not None:
-                step = worker.VerifyStep(**_values(event.step, _STEP_FIELDS))
-                message.tokens.step.MergeFrom(step)
+                tokens.step.drafted_tokens = event.step.drafted_tokens
+                tokens.step.accepted_tokens = event.step.accepted_tokens
         case Begun():
             message.begun.export.CopyFrom(handle_to_message(event.export))
         case Joined():
@@ -329,29 +331,29 @@ def event_to_message(event: Event) -> worker.Event:
             message.finished.reason = _REASON_TO_MESSAGE[event.reason]
             message.finished.usage.CopyFrom(usage_to_message(event.usage))
         case Failed():
-            message.failed.CopyFrom(
-                worker.Failed(
-                    **_values(event, ("code", "message", "reason")),
-                    retryable=event.is_retryable,
-                    metadata=dict(event.metadata),
-                )
-            )
+            failed = message.failed
+            failed.code, failed.message, failed.reason = event.code, event.message, event.reason
+            failed.retryable = event.is_retryable
+            failed.metadata.update(event.metadata)
     return message
 
 
-def event_from_message(message: worker.Event) -> Event:
-    """The inverse of `event_to_message`. Raises ValueError when no event is set."""
+def event_from_message(message: worker.Event, key: RequestKey | None = None) -> Event:
+    """The inverse of `event_to_message`; `key` spares reading it again. Raises ValueError when no
+    event is set."""
+    key = key or key_from_message(message.key)
     kind = message.WhichOneof("event")
     if kind is None:
-        raise ValueError(f"event of {key_from_message(message.key)} is of an unknown kind")
-    return _EVENT_FROM_MESSAGE[kind](key_from_message(message.key), message)
+        raise ValueError(f"event of {key} is of an unknown kind")
+    return _EVENT_FROM_MESSAGE[kind](key, message)
 
 
 def _tokens(key: RequestKey, message: worker.Event) -> Event:
     tokens = message.tokens
     logprobs = tuple(map(logprobs_from_message, tokens.logprobs)) if tokens.logprobs else ()
+    made = tokens.step
     has_step = tokens.HasField("step")
-    step = VerifyStep(**_values(tokens.step, _STEP_FIELDS)) if has_step else None
+    step = VerifyStep(made.drafted_tokens, made.accepted_tokens) if has_step else None
     return Tokens(key, tokens.output_index, unpack_tokens(tokens.token_ids), logprobs, step)
 
 
@@ -365,9 +367,8 @@ def _joined(key: RequestKey, message: worker.Event) -> Event:
 
 def _finished(key: RequestKey, message: worker.Event) -> Event:
     finished = message.finished
-    return Finished(
-        key, finish_reason_from_message(finished.reason), usage_from_message(finished.usage)
-    )
+    reason = finish_reason_from_message(finished.reason)
+    return Finished(key, reason, usage_from_message(finished.usage))
 
 
 def _failed(key: RequestKey, message: worker.Event) -> Event:

@@ -1,11 +1,12 @@
-"""Worker's side of a Session: commands in, events out, all events of one engine step in a batch.
+"""Worker's side of a Session: commands in, events out, those of an engine step in one batch.
 
 A gateway opens one Session per worker (`hocket.rpc.session_client`). `SessionServer.serve` is the
 body of `Worker.Session` in both worker servers; it hands whole requests to the engine and routes
-what the engine publishes back to the session that started each request. Batches are numbered and
-kept until acknowledged, so that a stream that broke can be opened again within a grace time and
-go on where it stopped. A session that does not come back, or falls too far behind, is expired: its
-requests are cancelled.
+what the engine publishes back to the session that started each request. What is published while a
+batch is on its way goes into the next one, all of it. Batches are numbered and kept until
+acknowledged, so that a stream that broke can be opened again within a grace time and go on where it
+stopped. A session that does not come back, or falls too far behind, is expired: its requests are
+cancelled.
 
 Everything here runs on the event loop; nothing awaits the engine.
 """
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import grpc
 
 from hocket.errors import HocketError, InternalError
+from hocket.logs import about
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc.convert import (
     event_to_message,
@@ -35,6 +37,9 @@ from hocket.rpc.status import failed_from_error
 from hocket.types import Event, Failed, Finished, Load, RequestKey, StartRequest
 
 logger = logging.getLogger(__name__)
+
+# Keeps a message far below the limit of one; the rest goes into the next.
+MAX_BATCH_EVENTS = 1024
 
 
 class SessionEngine(Protocol):
@@ -52,12 +57,17 @@ class SessionEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """grace_s: how long a broken session may take to come back. max_kept_batches: how far a
-    gateway may fall behind. pulse_s: silence after which the load is told without events."""
+    """grace_s: how long a broken session may take to come back. max_kept_events: how far a
+    gateway may fall behind. pulse_s: silence after which the load is told without events. gap_s:
+    pause after a batch, so that steps quicker than that share the next one; hardly any model is as
+    quick. A request that is alone waits for nobody: there is a pause only within `crowded_s` after
+    a request came to others."""
 
     grace_s: float = 10.0
-    max_kept_batches: int = 4096
+    max_kept_events: int = 131_072
     pulse_s: float = 1.0
+    gap_s: float = 0.001
+    crowded_s: float = 0.1
 
 
 @dataclass(slots=True)
@@ -70,13 +80,17 @@ class _PartialStart:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """One gateway's session. `kept`: sent or not, unacknowledged; `unsent`: for the stream now."""
+    """One gateway's session. `unsent`: in no batch yet. `kept`: batches that were sent and are not
+    acknowledged; `again`: those of them that this stream must still repeat."""
 
     session_id: str
     received_commands: int = 0
     last_batch: int = 0
+    unsent: list[worker.Event] = field(default_factory=list[worker.Event])
     kept: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
-    unsent: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
+    again: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
+    num_kept_events: int = 0
+    crowded_until_s: float = 0.0
     keys: set[RequestKey] = field(default_factory=set[RequestKey])
     partial: dict[RequestKey, _PartialStart] = field(
         default_factory=dict[RequestKey, _PartialStart]
@@ -87,14 +101,18 @@ class _Session:
     expiry: asyncio.TimerHandle | None = None
     is_expired: bool = False
 
+    @property
+    def num_behind(self) -> int:
+        """Events that the gateway has not acknowledged."""
+        return self.num_kept_events + len(self.unsent)
+
     def acknowledge(self, batch: int) -> None:
         while self.kept and self.kept[0].sequence <= batch:
-            self.kept.popleft()
+            self.num_kept_events -= len(self.kept.popleft().events)
 
-    def append(self, batch: worker.SessionEvents) -> None:
+    def keep(self, batch: worker.SessionEvents) -> None:
         self.kept.append(batch)
-        self.unsent.append(batch)
-        self.has_unsent.set()
+        self.num_kept_events += len(batch.events)
 
 
 class SessionServer:
@@ -106,6 +124,7 @@ class SessionServer:
         self._engine = engine
         self._epoch = worker_epoch
         self._limits = limits or SessionLimits()
+        self._loop = asyncio.get_running_loop()
         self._load = Load()
         self._sessions: dict[str, _Session] = {}
         self._owners: dict[RequestKey, _Session] = {}
@@ -120,8 +139,14 @@ class SessionServer:
         """Requests whose end has not been published."""
         return len(self._owners)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a session whose stream is up has events that have yet to leave."""
+        sessions = self._sessions.values()
+        return any(session.unsent for session in sessions if session.stream is not None)
+
     def publish(self, events: Sequence[Event], load: Load) -> None:
-        """Tells each session its events of one engine step, in order, in one batch.
+        """Tells each session its events of one engine step, in order.
 
         Call it once per step, on the event loop. Events of requests that nobody waits for any
         more (cancelled, session expired) are dropped.
@@ -136,9 +161,9 @@ class SessionServer:
             if isinstance(event, Finished | Failed):
                 self._forget(event.key)
         for session, messages in batches.items():
-            session.last_batch += 1
-            session.append(self._batch(session, session.last_batch, messages))
-            if len(session.kept) > self._limits.max_kept_batches:
+            session.unsent += messages
+            session.has_unsent.set()
+            if session.num_behind > self._limits.max_kept_events:
                 logger.warning("session %s is too far behind: expired", session.session_id)
                 self._expire(session)
 
@@ -185,8 +210,9 @@ class SessionServer:
         self, session: _Session, commands: AsyncIterator[worker.SessionCommand]
     ) -> None:
         try:
-            async for command in commands:
-                self._take(session, command)
+            async for message in commands:
+                for command in message.batch.commands or (message,):
+                    self._take(session, command)
         finally:
             session.has_unsent.set()
 
@@ -198,8 +224,11 @@ class SessionServer:
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         while session.stream is stream and not session.is_expired and not reader.done():
-            if session.unsent:
-                await context.write(session.unsent.popleft())
+            batch = self._next_batch(session)
+            if batch is not None:
+                await context.write(batch)
+                if self._loop.time() < session.crowded_until_s:
+                    await asyncio.sleep(self._limits.gap_s)
                 continue
             session.has_unsent.clear()
             try:
@@ -222,7 +251,7 @@ class SessionServer:
             session.expiry.cancel()
             session.expiry = None
         session.acknowledge(received_events)
-        session.unsent = deque(session.kept)
+        session.again = deque(session.kept)
         session.stream = stream = object()
         session.has_unsent.set()
         return stream
@@ -231,8 +260,7 @@ class SessionServer:
         if session.stream is not stream or session.is_expired:
             return
         session.stream = None
-        loop = asyncio.get_running_loop()
-        session.expiry = loop.call_later(self._limits.grace_s, self._expire, session)
+        session.expiry = self._loop.call_later(self._limits.grace_s, self._expire, session)
 
     def _expire(self, session: _Session) -> None:
         session.is_expired = True
@@ -276,6 +304,8 @@ class SessionServer:
             return
         self._owners[key] = session
         session.keys.add(key)
+        if len(session.keys) > 1:
+            session.crowded_until_s = self._loop.time() + self._limits.crowded_s
         token_ids = array("I", unpack_tokens(start.token_ids))
         session.partial[key] = _PartialStart(start, token_ids)
         self._submit_when_whole(session, key)
@@ -303,7 +333,7 @@ class SessionServer:
         except HocketError as error:
             self._fail(key, error)
         except Exception as error:
-            logger.exception("request %s could not be submitted", key)
+            logger.exception("request %s could not be submitted", key, extra=about(key))
             self._fail(key, InternalError(f"submit failed: {error!r}", key=key))
 
     def _cancel(self, session: _Session, key: RequestKey) -> None:
@@ -321,6 +351,19 @@ class SessionServer:
             session.partial.pop(key, None)
 
     # -- batches
+
+    def _next_batch(self, session: _Session) -> worker.SessionEvents | None:
+        """What to send next: first what the gateway missed, then all that is new."""
+        if session.again:
+            return session.again.popleft()
+        if not session.unsent:
+            return None
+        events = session.unsent[:MAX_BATCH_EVENTS]
+        del session.unsent[:MAX_BATCH_EVENTS]
+        session.last_batch += 1
+        batch = self._batch(session, session.last_batch, events)
+        session.keep(batch)
+        return batch
 
     def _pulse(self, session: _Session) -> worker.SessionEvents:
         return self._batch(session, 0, [])

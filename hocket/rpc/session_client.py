@@ -39,6 +39,8 @@ from hocket.types import Event, Failed, Finished, Load, RequestKey, StartRequest
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
+# A message of commands takes no more once it has reached this: a cancel never waits for long.
+BATCH_BYTES = 16 << 10
 # What `read` returns at the end of a stream; gRPC's own types leave it out.
 _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -81,7 +83,8 @@ class SessionClient:
         self._loop = asyncio.get_running_loop()
         self._sinks: dict[RequestKey, EventSink] = {}
         # Turned into a Load when somebody asks: far less often than it comes.
-        self._load = worker.Load()
+        self._load_message = worker.Load()
+        self._load: Load | None = None
         self._is_connected = False
         self._down_since_s = self._loop.time()
         self._is_lost = False
@@ -97,7 +100,9 @@ class SessionClient:
     @property
     def load(self) -> Load:
         """The worker's load as it told last."""
-        return load_from_message(self._load)
+        if self._load is None:
+            self._load = load_from_message(self._load_message)
+        return self._load
 
     @property
     def num_requests(self) -> int:
@@ -243,12 +248,24 @@ class SessionClient:
 
     async def _write(self, call: Any) -> None:
         while True:
-            command = self._next_command()
-            if command is None:
+            commands = self._next_commands()
+            if not commands:
                 self._has_unsent.clear()
                 await self._has_unsent.wait()
+            elif len(commands) == 1:
+                await call.write(commands[0])
             else:
-                await call.write(command)
+                batch = worker.CommandBatch(commands=commands)
+                await call.write(worker.SessionCommand(batch=batch))
+
+    def _next_commands(self) -> list[worker.SessionCommand]:
+        """What goes into the next message: all that waits, as long as it is small."""
+        commands: list[worker.SessionCommand] = []
+        size_bytes = 0
+        while size_bytes < BATCH_BYTES and (command := self._next_command()) is not None:
+            commands.append(command)
+            size_bytes += command.ByteSize()
+        return commands
 
     def _next_command(self) -> worker.SessionCommand | None:
         """What to send next. Commands get their number here, so cancels overtake prompts."""
@@ -265,7 +282,7 @@ class SessionClient:
         return command
 
     def _take(self, batch: worker.SessionEvents) -> None:
-        self._load = batch.load
+        self._load_message, self._load = batch.load, None
         self._drop_taken(batch.received_commands)
         if batch.sequence == 0 or batch.sequence <= self._received_events:
             return
@@ -286,7 +303,7 @@ class SessionClient:
         sink = self._sinks.get(key)
         if sink is None:
             return  # cancelled here, the worker did not know it yet
-        event = event_from_message(message)
+        event = event_from_message(message, key)
         if isinstance(event, Finished | Failed):
             del self._sinks[key]
         sink(event)

@@ -1,10 +1,10 @@
 """A `HocketError` as a gRPC status with rich details, and back.
 
-Servers end a call with `abort(context, error)`; clients turn what they caught into the same error
-with `error_from_rpc`. Between workers and gateway errors travel as `Failed` events instead:
-`failed_from_error` and `error_from_failed`. Details carry google.rpc.ErrorInfo (reason, domain
-"hocket", metadata), BadRequest with the field for `InvalidRequest`, RetryInfo where a later try
-may succeed.
+Servers answer a call through `answered`, or end it with `abort(context, error)`; clients turn what
+they caught into the same error with `error_from_rpc`. Between workers and gateway errors travel as
+`Failed` events instead: `failed_from_error` and `error_from_failed`. Details carry
+google.rpc.ErrorInfo (reason, domain "hocket", metadata), BadRequest with the field for
+`InvalidRequest`, RetryInfo where a later try may succeed.
 """
 
 # gRPC's own types are incomplete.
@@ -13,8 +13,9 @@ may succeed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -23,11 +24,7 @@ from grpc_status import rpc_status
 
 from hocket.errors import (
     Cancelled,
-    CheckpointError,
-    ConfigError,
     DeadlineExceeded,
-    FingerprintMismatch,
-    HandOffFailed,
     HocketError,
     InternalError,
     InvalidRequest,
@@ -37,23 +34,13 @@ from hocket.errors import (
 )
 from hocket.types import Failed, RequestKey
 
+_logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
 DOMAIN = "hocket"
 RETRY_DELAY_S = 1
 
-_KINDS: tuple[type[HocketError], ...] = (
-    InvalidRequest,
-    ModelNotFound,
-    Overloaded,
-    DeadlineExceeded,
-    Cancelled,
-    WorkerUnavailable,
-    HandOffFailed,
-    FingerprintMismatch,
-    ConfigError,
-    CheckpointError,
-    InternalError,
-)
-_REASON_TO_KIND = {kind.reason: kind for kind in _KINDS}
+_REASON_TO_KIND = {kind.reason: kind for kind in HocketError.__subclasses__()}
 # For statuses that gRPC itself made, or a server that is not ours.
 _CODE_TO_KIND: dict[int, type[HocketError]] = {
     1: Cancelled,
@@ -90,6 +77,21 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: HocketError)
     status = rpc_status.to_status(status_from_error(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("abort returned")
+
+
+async def answered(
+    context: grpc.aio.ServicerContext[Any, Any], answer: Callable[[], Awaitable[_Answer]]
+) -> _Answer:
+    """The answer of a call, or the call ended with the status of the error. An error that is none
+    of ours is a bug: it is logged, and the client learns no more than its name."""
+    try:
+        return await answer()
+    except HocketError as error:
+        failure = error
+    except Exception as error:
+        _logger.exception("a call failed on a bug")
+        failure = InternalError(f"internal error: {type(error).__name__}")
+    await abort(context, failure)
 
 
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> HocketError:

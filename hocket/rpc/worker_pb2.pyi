@@ -105,7 +105,7 @@ class Fingerprint(_message.Message):
     def __init__(self, weights: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "queued_prompt_tokens", "free_blocks", "num_blocks", "unread_blocks", "steps")
+    __slots__ = ("running_requests", "waiting_requests", "queued_prompt_tokens", "free_blocks", "num_blocks", "unread_blocks", "steps", "busy_s", "computed_prompt_tokens", "decode_steps", "decode_step_s", "decode_batch_sum", "emitted_tokens")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,12 @@ class Load(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     UNREAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BATCH_SUM_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     queued_prompt_tokens: int
@@ -120,7 +126,13 @@ class Load(_message.Message):
     num_blocks: int
     unread_blocks: int
     steps: int
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., unread_blocks: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    busy_s: float
+    computed_prompt_tokens: int
+    decode_steps: int
+    decode_step_s: float
+    decode_batch_sum: int
+    emitted_tokens: int
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., unread_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., decode_batch_sum: _Optional[int] = ..., emitted_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)
@@ -143,20 +155,28 @@ class RequestKey(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SessionCommand(_message.Message):
-    __slots__ = ("sequence", "open", "start", "piece", "cancel", "acknowledge")
+    __slots__ = ("sequence", "open", "start", "piece", "cancel", "acknowledge", "batch")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     open: OpenSession
     start: Start
     piece: StartPiece
     cancel: Cancel
     acknowledge: AcknowledgeEvents
-    def __init__(self, sequence: _Optional[int] = ..., open: _Optional[_Union[OpenSession, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., piece: _Optional[_Union[StartPiece, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[AcknowledgeEvents, _Mapping]] = ...) -> None: ...
+    batch: CommandBatch
+    def __init__(self, sequence: _Optional[int] = ..., open: _Optional[_Union[OpenSession, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., piece: _Optional[_Union[StartPiece, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., acknowledge: _Optional[_Union[AcknowledgeEvents, _Mapping]] = ..., batch: _Optional[_Union[CommandBatch, _Mapping]] = ...) -> None: ...
+
+class CommandBatch(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[SessionCommand]
+    def __init__(self, commands: _Optional[_Iterable[_Union[SessionCommand, _Mapping]]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
     __slots__ = ("session_id", "gateway_id", "protocol_version", "received_events")

@@ -69,7 +69,8 @@ def _exists(name: str) -> bool:
     if "/" in name:
         return (ROOT / name.rstrip("/")).exists()
     if name.startswith("hocket.v1."):
-        public = (ROOT / "protos/hocket/rpc/generation.proto").read_text()
+        protos = [ROOT / f"protos/hocket/rpc/{name}.proto" for name in ("generation", "cluster")]
+        public = "".join(proto.read_text() for proto in protos)
         return (
             re.search(rf"^(service|message|enum) {name.split('.')[2]}\b", public, re.M) is not None
         )

@@ -156,3 +156,9 @@ def test_every_example_is_valid(file: Path) -> None:
 
 def test_the_local_example_is_the_defaults() -> None:
     assert load_config(EXAMPLES / "local.toml") == Config()
+
+
+def test_two_doors_at_one_port_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.admin_port is 7000; .* another port"):
+        load_config(None, ["gateway.port=7000", "gateway.admin_port=7000"])
+    load_config(None, ["gateway.port=0", "gateway.admin_port=0"])

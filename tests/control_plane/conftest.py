@@ -258,6 +258,21 @@ class Serving:
     directory: ListedWorkers
     prefill: ScriptedWorker
     decode: ScriptedWorker
+    added: list[ScriptedWorker] = field(default_factory=list)
+
+    @property
+    def workers(self) -> list[ScriptedWorker]:
+        return [self.prefill, self.decode, *self.added]
+
+    async def add(self, role: Role, **changes: Any) -> ScriptedWorker:
+        """One worker more, with the same script, listed and connected."""
+        worker = await start_worker(role, self.prefill.engine.script, **changes)
+        self.added.append(worker)
+        self.directory.set([w.description for w in self.workers])
+        async with asyncio.timeout(2):
+            while not all(s.is_connected for s in self.gateway.snapshots()):
+                await asyncio.sleep(0.005)
+        return worker
 
     async def generate(self, **fields: Any) -> Answer:
         answer = Answer()
@@ -274,8 +289,7 @@ class Serving:
             for s in pool.snapshots()
         )
         sessions = all(
-            w.engine.sessions.num_requests == 0 and not w.engine.running
-            for w in (self.prefill, self.decode)
+            w.engine.sessions.num_requests == 0 and not w.engine.running for w in self.workers
         )
         return books and sessions
 
@@ -335,15 +349,16 @@ def serving(tokenizer_folder: Path, tokenizer: Tokenizer) -> Any:
         )
         address = f"127.0.0.1:{await gateway.start()}"
         client = GenerationClient(address)
+        running = Serving(gateway, client, address, directory, *workers)
         try:
             async with asyncio.timeout(2):
-                while not all(s.is_connected for s in gateway._pool.snapshots()):
+                while not all(s.is_connected for s in gateway.snapshots()):
                     await asyncio.sleep(0.005)
-            yield Serving(gateway, client, address, directory, *workers)
+            yield running
         finally:
             await client.close()
             await gateway.stop()
-            for worker in workers:
+            for worker in running.workers:
                 await worker.stop()
 
     return run

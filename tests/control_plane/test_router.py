@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from control_plane.router.pool import WorkerPool
-from control_plane.router.route import choose_pair, has_pair
+from control_plane.router.route import can_serve, choose_pair
 from control_plane.router.snapshot import Books, Need, WorkerSnapshot
 from hocket.errors import InvalidRequest, WorkerUnavailable
 from hocket.rpc.session_client import EventSink
@@ -86,6 +86,47 @@ def test_ties_are_spread_evenly_and_in_a_fixed_order() -> None:
     assert chosen == [names(list(reversed(workers)), rotation=r) for r in range(12)]
 
 
+def test_ranks_of_a_group_are_candidates_like_any_other_worker_and_fill_evenly() -> None:
+    ranks = [
+        decode(f"decode-{group}.{rank}", group=f"decode-{group}", rank=rank, group_size=2)
+        for group in range(2)
+        for rank in range(2)
+    ]
+    held = {rank.name: Books() for rank in ranks}
+    for rotation in range(16):
+        workers = [replace(rank, books=held[rank.name]) for rank in ranks]
+        _, chosen = names([prefill("p"), *workers], rotation=rotation)
+        held[chosen] = held[chosen].plus(1, 0, 3)
+    assert {books.requests for books in held.values()} == {4}
+
+
+def test_one_draining_rank_takes_no_request_from_the_others() -> None:
+    ranks = [decode(f"d.{rank}", group="d", rank=rank, group_size=2) for rank in range(2)]
+    draining = replace(ranks[0], worker=replace(ranks[0].worker, is_draining=True))
+    chosen = {names([prefill("p"), draining, ranks[1]], rotation=r)[1] for r in range(4)}
+    assert chosen == {"d.1"}
+
+
+def test_a_pair_of_which_one_side_drains_is_not_chosen_for_the_other_side() -> None:
+    """The emptier prefill worker is no use: all decode workers of its fingerprint drain."""
+    workers = [
+        prefill("pa"),
+        decode("da", is_draining=True),
+        prefill("pb", fingerprint=B, queued=900),
+        decode("db", fingerprint=B, free=10),
+    ]
+    assert names(workers) == ("pb", "db")
+
+
+def test_who_has_failed_a_request_does_not_get_it_again() -> None:
+    ranks = [decode(f"d.{rank}", group="d", rank=rank, group_size=2) for rank in range(2)]
+    workers = [prefill("p"), *ranks, decode("other", free=0)]
+    assert names(workers, replace(NEED, avoid=frozenset({"d.0"})))[1] == "d.1"
+    assert names(workers, replace(NEED, avoid=frozenset({"d"})))[1] == "other"
+    with pytest.raises(WorkerUnavailable, match="p has failed this request already"):
+        choose_pair(workers, replace(NEED, avoid=frozenset({"p"})))
+
+
 def test_only_equal_fingerprints_pair() -> None:
     workers = [prefill("pa"), prefill("pb", fingerprint=B, queued=900), decode("db", fingerprint=B)]
     assert names(workers) == ("pb", "db")
@@ -114,7 +155,7 @@ def test_a_worker_that_may_not_serve_is_named_with_its_reason(
     workers = [change(prefill("p")), decode("d")]
     with pytest.raises(WorkerUnavailable, match=f"no prefill worker .*: p {reason}"):
         choose_pair(workers, NEED)
-    assert not has_pair(workers)
+    assert not can_serve(workers)
     assert names([*workers, prefill("other")]) == ("other", "d")
 
 
@@ -123,7 +164,7 @@ def test_an_empty_pool_says_which() -> None:
         choose_pair([decode("d")], NEED)
     with pytest.raises(WorkerUnavailable, match="no decode worker is registered"):
         choose_pair([prefill("p")], NEED)
-    assert has_pair([prefill("p"), decode("d")])
+    assert can_serve([prefill("p"), decode("d")])
 
 
 @pytest.mark.parametrize(

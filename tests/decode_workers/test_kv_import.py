@@ -41,7 +41,7 @@ class Side:
         self.fabric = MemoryFabric(is_automatic=False)
         self.exporter = MemoryExporter(self.fabric, [b"data"] * NUM_BLOCKS, 2, first_epoch=10)
         self.pool = BlockPool(NUM_BLOCKS)
-        importer = MemoryImporter(self.fabric, [b"...."] * NUM_BLOCKS)
+        self.importer = MemoryImporter(self.fabric, [b"...."] * NUM_BLOCKS)
         settings = ImportSettings(
             worker_id="decode-0",
             worker_epoch=5,
@@ -50,7 +50,7 @@ class Side:
             read_timeout_s=4.0,
             max_quarantine_share=0.5,
         )
-        self.table = ImportTable(self.pool, importer, settings)
+        self.table = ImportTable(self.pool, self.importer, settings)
 
     def begin(self) -> list[int]:
         blocks = self.pool.allocate(3)
@@ -195,13 +195,20 @@ def test_silence_is_broken_by_progress_and_ended_by_the_deadline(side: Side) -> 
     assert side.table.next_tick_s(10.0) is None
 
 
-def test_reads_in_flight_are_looked_at_soon(side: Side) -> None:
+def test_reads_in_flight_wake_who_sleeps_when_they_end_or_are_late(side: Side) -> None:
+    ends: list[int] = []
+    side.importer.notify(lambda: ends.append(len(side.fabric.reads)))
     side.begin()
     side.opened()
     side.chunk(0, [4])
-    wait_s = side.table.next_tick_s(0.0)
-    assert wait_s is not None
-    assert 0 < wait_s < 0.01
+    side.chunk(1, [5, 6])
+    for now in (1.5, 3.0):
+        side.event(PROGRESS, now)
+        side.table.tick(now)
+    assert side.table.next_tick_s(3.0) == 1.0, "read_timeout_s after the post"
+    side.fabric.deliver(side.fabric.reads[0])
+    side.fabric.fail(side.fabric.reads[0])
+    assert ends == [1, 0]
 
 
 def test_a_cancel_has_no_outcome_and_silences_one_that_is_due(side: Side) -> None:
@@ -227,3 +234,30 @@ def test_quarantine_is_not_idleness_of_requests_but_its_blocks_are_counted(side:
     side.table.take_messages()
     assert side.table.is_idle, "a drain need not wait for a hung peer"
     assert side.table.counters.quarantined_blocks == side.pool.num_quarantined == 2
+
+
+def test_counters_tell_fences_abandoned_reads_and_what_is_in_quarantine_now(side: Side) -> None:
+    counters = side.table.counters
+    side.begin()
+    side.opened()
+    side.chunk(0, [4])
+    side.chunk(1, [5, 6])
+    side.fabric.deliver(side.fabric.reads[0])
+    side.table.tick(1.0)
+    assert (counters.fences_checked, counters.fences_tripped, counters.reads_in_flight) == (1, 0, 1)
+    side.exporter.bump_slot_epoch(1)
+    side.chunk(0, [4])  # Announced twice: the import ends under its second READ.
+    side.table.tick(1.0)
+    assert (counters.reads_abandoned, counters.blocks_in_quarantine) == (1, 2)
+    side.fabric.deliver(side.fabric.reads[0])
+    side.table.tick(1.0)
+    assert (counters.reads_in_flight, counters.blocks_in_quarantine) == (0, 0)
+    assert (counters.reads_abandoned, counters.quarantined_blocks) == (1, 2)
+    assert counters.fences_checked == 1, "nobody wants an abandoned READ's bytes"
+    side.begin()
+    side.opened()
+    side.chunk(0, [4])
+    side.fabric.deliver(side.fabric.reads[0])
+    side.table.tick(1.0)
+    assert (counters.fences_checked, counters.fences_tripped) == (2, 1)
+    assert (counters.bytes, counters.read_seconds) == (4, 1.0)

@@ -124,6 +124,24 @@ async def test_a_whole_request_streams_its_tokens_and_frees_its_blocks(
         assert registry.get_sample_value("hocket_verify_emitted_tokens_total") == 7
 
 
+async def test_the_load_counts_what_was_done_and_leaves_idle_turns_out(
+    make_worker: Callable[..., Any],
+) -> None:
+    async with serving(make_worker()) as running:
+        running.start("a")
+        await running.until(lambda: bool(running.of(Finished)))
+        load = running.server.description().load
+        assert (load.computed_prompt_tokens, load.emitted_tokens) == (20, 7)
+        assert 2 <= load.decode_steps == load.decode_batch_sum <= 7
+        assert 0 < load.decode_step_s < load.busy_s
+        # Idle turns come by themselves.
+        await running.until(lambda: running.server.description().load.steps >= load.steps + 2)
+        later = running.server.description().load
+        assert replace(later, steps=0, free_blocks=0) == replace(
+            load, steps=0, free_blocks=0, running_requests=0
+        )
+
+
 async def test_a_prefill_worker_that_is_not_there_is_noticed_and_made_up_for(
     make_worker: Callable[..., Any],
 ) -> None:

@@ -30,6 +30,7 @@ T = TypeVar("T")
 OVERRIDES = (
     "gateway.port=0",
     "gateway.http_port=0",
+    "gateway.admin_port=0",
     "prefill.chunk_tokens=64",
     "prefill.num_blocks=64",
     "decode.num_blocks=64",

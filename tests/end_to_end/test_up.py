@@ -283,7 +283,7 @@ def test_a_signal_during_the_start_ends_all_too() -> None:
 
 def _up(*overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "hocket.cli", "up"]
-    ports = ("gateway.port=0", "gateway.http_port=0")
+    ports = ("gateway.port=0", "gateway.http_port=0", "gateway.admin_port=0")
     for override in (*ports, "cluster.startup_timeout_s=240", *overrides):
         command += ["--set", override]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -236,6 +236,22 @@ async def test_a_request_reaches_the_engine_and_its_events_come_back_in_order() 
         assert client.num_requests == worker.sessions.num_requests == 0
 
 
+async def test_the_last_events_of_a_worker_arrive_when_it_stops_once_they_have_left() -> None:
+    async with running_worker() as worker, connected(worker) as client:
+        sink = Sink()
+        client.start(request(), sink)
+        await until(lambda: bool(worker.engine.submitted))
+        for index in range(200):
+            worker.sessions.publish([tokens("r", index)], Load())
+        worker.sessions.publish([finished("r")], Load())
+        assert worker.sessions.has_unsent
+        await until(lambda: not worker.sessions.has_unsent)
+        worker.sessions.close()
+        await worker.server.stop(0.2)
+        await until(lambda: len(sink.events) == 201)
+        assert isinstance(sink.events[-1], Finished)
+
+
 async def test_a_large_prompt_is_cut_into_pieces_and_put_together_again() -> None:
     async with running_worker() as worker, connected(worker) as client:
         client.start(request("long", 100), Sink())
@@ -353,7 +369,7 @@ async def test_an_expired_session_is_not_resumed_and_its_requests_fail_at_once()
 
 
 async def test_a_gateway_that_falls_too_far_behind_is_expired() -> None:
-    limits = SessionLimits(grace_s=60, max_kept_batches=10)
+    limits = SessionLimits(grace_s=60, max_kept_events=10)
     async with running_worker(limits=limits) as worker:
         client = SessionClient(worker.address, "gateway", settings=SessionSettings(retry_s=60))
         client.start(request(), Sink())

@@ -1,10 +1,8 @@
-"""Metrics under their own names, log lines in JSON."""
+"""Metrics under their own names."""
 
 from __future__ import annotations
 
-import io
-import json
-import logging
+from dataclasses import replace
 from urllib.request import urlopen
 
 import pytest
@@ -14,12 +12,18 @@ from hocket.errors import ConfigError
 from hocket.telemetry import (
     DraftMetrics,
     GatewayMetrics,
-    JsonFormatter,
+    LatencySum,
     MetricsPage,
     WorkerMetrics,
-    configure_logging,
 )
-from hocket.types import DraftCounts, Load
+from hocket.types import (
+    DraftCounts,
+    Fingerprint,
+    Load,
+    Role,
+    Usage,
+    WorkerDescription,
+)
 
 
 def test_acceptance_has_one_name_per_definition() -> None:
@@ -59,28 +63,42 @@ def test_a_workers_load_is_shown() -> None:
     assert registry.get_sample_value("hocket_worker_steps") == 7
 
 
-def test_a_log_line_is_json_with_its_request() -> None:
-    record = logging.makeLogRecord(
-        {"msg": "took %d ms", "args": (5,), "levelname": "INFO", "name": "x", "request_id": "r1"}
+def test_a_worker_says_who_it_is_and_then_how_it_reads() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    fingerprint = Fingerprint("w", "kv", 64, "f", "n")
+    worker = WorkerDescription(
+        *("decode-0.1", 7, Role.DECODE, "a:1", fingerprint, "m", 1, 64, 1, 64, 64, 0, False),
+        group="decode-0",
+        rank=1,
+        group_size=2,
     )
-    line = json.loads(JsonFormatter("gateway").format(record))
-    assert line["message"] == "took 5 ms"
-    assert (line["process"], line["level"], line["request_id"]) == ("gateway", "info", "r1")
+    metrics.observe_identity(worker)
+    metrics.observe_identity(replace(worker, transport="cma"))
+    samples = [s for f in registry.collect() for s in f.samples if s.name == "hocket_worker_info"]
+    assert [s.labels["transport"] for s in samples] == ["cma"]
+    told = samples[0].labels
+    assert (told["worker"], told["role"], told["epoch"]) == ("decode-0.1", "decode", "7")
+    assert (told["group"], told["rank"], told["group_size"]) == ("decode-0", "1", "2")
 
 
-def test_logging_goes_to_one_stream() -> None:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        stream = io.StringIO()
-        configure_logging("warning", "worker", stream)
-        configure_logging("warning", "worker", stream)
-        logging.getLogger("a.b").info("no")
-        logging.getLogger("a.b").warning("yes")
-        assert [json.loads(x)["message"] for x in stream.getvalue().splitlines()] == ["yes"]
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+def test_figures_are_the_metrics_as_values() -> None:
+    metrics = GatewayMetrics(CollectorRegistry())
+    metrics.requests.labels("OK").inc(3)
+    metrics.requests.labels("CANCELLED").inc()
+    metrics.in_flight.inc(2)
+    metrics.first_token_s.observe(0.5)
+    metrics.first_token_s.observe(1.5)
+    metrics.hand_off_bytes.labels("tcp").inc(4096)
+    metrics.observe_usage(Usage(7, 9, 2, DraftCounts(2, 3, (2,), (1,))))
+    figures = metrics.figures()
+    assert dict(figures.requests_by_outcome) == {"OK": 3, "CANCELLED": 1}
+    assert (figures.in_flight, figures.queued) == (2, 0)
+    assert figures.first_token == LatencySum(2, 2.0)
+    assert figures.inter_token == LatencySum(0, 0.0)
+    assert dict(figures.hand_off_bytes_by_transport) == {"tcp": 4096}
+    assert (figures.prompt_tokens, figures.cached_tokens, figures.output_tokens) == (7, 2, 9)
+    assert figures.drafts == DraftCounts(2, 3, (2,), (1,))
 
 
 def test_a_page_shows_the_registry_until_it_is_closed() -> None:
