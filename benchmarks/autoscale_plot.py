@@ -73,7 +73,7 @@ def _draw_pool(axes: Any, pool: str, samples: list[dict[str, Any]]) -> None:
     axes.step(at_s, size, where="post", color="#333333", linestyle=":", label="asked for")
     axes.set_ylabel(pool)
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="lower center", ncols=3, fontsize=8)
 
 
 def running_median(requests: list[dict[str, Any]]) -> tuple[list[float], list[float]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from control_plane.router.pool import Entry, WorkerPool, WorkerSession
 from control_plane.router.snapshot import Need, Placement
+from control_plane.turns import Turns
 from hocket.types import (
     Event,
     ExportHandle,
@@ -36,7 +37,7 @@ class Legs:
     """The legs of one request; use as a context manager, which ends what still runs."""
 
     def __init__(
-        self, pool: WorkerPool, placement: Placement, need: Need, deadline_s: float
+        self, pool: WorkerPool, turns: Turns, placement: Placement, need: Need, deadline_s: float
     ) -> None:
         """`deadline_s` is a reading of the running loop's clock."""
         self.placement = placement
@@ -49,6 +50,7 @@ class Legs:
             Leg.PREFILL: pool.session(placement.prefill.worker_id),
             Leg.DECODE: pool.session(placement.decode.worker_id),
         }
+        self._turns = turns
         self._inbox: list[LegEvent] = []
         self._waiter: asyncio.Future[None] | None = None
         self._running: dict[Leg, StartRequest] = {}
@@ -107,11 +109,12 @@ class Legs:
         self._start(request, Leg.DECODE, self._pool.book(decode.worker_id, blocks=blocks))
 
     async def events(self) -> list[LegEvent]:
-        """All events that are there, at least one."""
-        if not self._inbox:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-            self._waiter = None
+        """All events that are there when it is this request's turn, at least one."""
+        self._waiter = self._loop.create_future()
+        if self._inbox:
+            self._turns.wake(self._waiter)
+        await self._waiter
+        self._waiter = None
         events, self._inbox = self._inbox, []
         for item in events:
             self._note(item)
@@ -140,8 +143,8 @@ class Legs:
 
     def _take(self, leg: Leg, event: Event) -> None:
         self._inbox.append(LegEvent(leg, event))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None and len(self._inbox) == 1:
+            self._turns.wake(self._waiter)
 
     def _note(self, item: LegEvent) -> None:
         if isinstance(item.event, Joined):

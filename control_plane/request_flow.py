@@ -24,6 +24,7 @@ from control_plane.request_log import RequestRecord
 from control_plane.router.pool import WorkerPool
 from control_plane.router.snapshot import Need
 from control_plane.tokenizer import ModelTokenizer
+from control_plane.turns import Turns
 from control_plane.validation import ModelLimits, ValidRequest, check_lengths, validate
 from hocket.errors import (
     Cancelled,
@@ -71,6 +72,7 @@ class RequestFlow:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._new_seed = new_seed
+        self._turns = Turns(asyncio.get_running_loop())
 
     async def serve(
         self,
@@ -138,7 +140,7 @@ class RequestFlow:
             story.record.placed(attempts.placement)
             placed = (attempts.placement, attempts.need, story.deadline_s)
             try:
-                with Legs(self._pool, *placed) as legs:
+                with Legs(self._pool, self._turns, *placed) as legs:
                     await run.follow(legs, attempts.number)
                 return
             except LegFailed as failed:

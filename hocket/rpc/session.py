@@ -66,7 +66,7 @@ class SessionLimits:
     grace_s: float = 10.0
     max_kept_events: int = 131_072
     pulse_s: float = 1.0
-    gap_s: float = 0.001
+    gap_s: float = 0.002
     crowded_s: float = 0.1
 
 
