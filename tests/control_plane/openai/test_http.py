@@ -67,7 +67,7 @@ async def test_a_stream_without_usage_does_not_speak_of_it(open_door: Any) -> No
         *events, done = _events(answer.body)
         assert done == "[DONE]"
         assert all("usage" not in json.loads(e) for e in events)
-        assert len(answer.chunks) > 5
+        assert len(answer.chunks) > 1
 
 
 INVALID: list[tuple[str, dict[str, Any], str]] = [
