@@ -269,7 +269,7 @@ class Serving:
         worker = await start_worker(role, self.prefill.engine.script, **changes)
         self.added.append(worker)
         self.directory.set([w.description for w in self.workers])
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             while not all(s.is_connected for s in self.gateway.snapshots()):
                 await asyncio.sleep(0.005)
         return worker
@@ -351,7 +351,7 @@ def serving(tokenizer_folder: Path, tokenizer: Tokenizer) -> Any:
         client = GenerationClient(address)
         running = Serving(gateway, client, address, directory, *workers)
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(10):
                 while not all(s.is_connected for s in gateway.snapshots()):
                     await asyncio.sleep(0.005)
             yield running

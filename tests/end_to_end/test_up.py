@@ -58,6 +58,13 @@ def test_it_serves_what_it_says(up: Running) -> None:
     assert {w.worker_id for w in up.serving.workers} == {"prefill-0", "decode-0"}
 
 
+def test_no_process_gives_way_to_others_of_the_machine(up: Running) -> None:
+    """Ray's own default is nice 15."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for name, process in up.cluster.process_ids().items():
+        assert os.getpriority(os.PRIO_PROCESS, process) == own, name
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_output_equals_the_engine_in_one_process(
     up: Running, cases: list[Case], expected: list[tuple[int, ...]], num_drafts: int

@@ -307,7 +307,9 @@ async def test_a_client_that_does_not_read_is_waited_for_and_holds_up_nobody_els
             deaf.sendall(_request(COMPLETIONS, **body))
             await until(lambda: connection.flow.write_paused)
             assert (await d.post(COMPLETIONS, prompt="x", max_tokens=3)).status == 200
-            assert not d.behind.is_idle
+            value = d.behind.gateway.metrics.registry.get_sample_value
+            assert value("hocket_requests_in_flight") == 1
+        await until(lambda: value("hocket_requests_in_flight") == 0)
         await until(lambda: d.behind.is_idle)
 
 

@@ -48,7 +48,7 @@ async def test_a_completion_streams_the_same_text(open_door: Any) -> None:
         stream = await d.client.completions.create(model="fox", prompt="hello", stream=True)
         chunks = [chunk async for chunk in stream]
         assert "".join(c.choices[0].text for c in chunks) == TEXT
-        assert len(chunks) > 5
+        assert len(chunks) > 1
         assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
         assert all(c.usage is None for c in chunks)
         assert len({(c.id, c.created, c.system_fingerprint) for c in chunks}) == 1

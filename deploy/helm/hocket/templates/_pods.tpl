@@ -99,6 +99,8 @@ spec:
         # The root file system is read-only.
         - {name: HOME, value: /tmp}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+        # Ray's own default runs every process of ours at nice 15.
+        - {name: RAY_worker_niceness, value: "0"}
         {{- with $values.networkPolicy.ucxPorts }}
         - {name: UCX_TCP_PORT_RANGE, value: "{{ int .first }}-{{ int .last }}"}
         {{- end }}
