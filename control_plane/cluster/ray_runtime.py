@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane.cluster.scaling_policy import most_workers, num_ranks
-from control_plane.cluster.supervisor import Health
+from control_plane.cluster.supervisor import PROCESS_DIED, Health
 from hocket import environment
 from hocket.config import Config, PlacementSettings
 from hocket.errors import ConfigError, HocketError
@@ -291,6 +291,6 @@ def _cause(error: Exception) -> str:
     if isinstance(cause, HocketError):
         return str(cause)
     if isinstance(cause, ActorDiedError):
-        return "its process died"
+        return PROCESS_DIED
     lines = str(cause).strip().splitlines() or [""]
     return f"{type(cause).__name__}: {lines[0]}"

@@ -2,7 +2,8 @@
 
 `Cluster.start` has made the places and asked for the workers' room; here both are ticked until the
 gateway lists every worker, so that the first request finds its pair. The first process that fails
-ends it: its reason is most likely everyone's.
+for a reason ends it: that is most likely everyone's. One that dies without a word, as on a machine
+or in a Ray that is overloaded, is started again, once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from control_plane.cluster.pools import WorkerPools
 from control_plane.cluster.ray_runtime import RayProcess
 from control_plane.cluster.ray_workers import RayWorkers
 from control_plane.cluster.scaling_policy import num_ranks, pool_settings
-from control_plane.cluster.supervisor import Supervisor
+from control_plane.cluster.supervisor import PROCESS_DIED, Supervisor
 from hocket.config import Config
 from hocket.errors import InternalError
 from hocket.types import Role
 
 GATEWAY = "gateway"
+MAX_RESTARTS = 1
 _LOOK_S = 0.05
 # A local Ray grants what it has within this time, and never grows.
 _LOCAL_ROOM_S = 2.0
@@ -57,6 +59,10 @@ class StartUp:
         names = [GATEWAY, *(f"{r.value}-{i}" for r, n in self._sizes.items() for i in range(n))]
         while True:
             for failed in self._supervisor.tick():
+                restarts = self._supervisor.restarts(failed.name)
+                if failed.reason.endswith(PROCESS_DIED) and restarts <= MAX_RESTARTS:
+                    self._report(f"starting {failed.name} again: {failed.reason}")
+                    continue
                 raise InternalError(f"{failed.name} did not start: {failed.reason}")
             self._pools.tick()
             waited_s = time.monotonic() - began

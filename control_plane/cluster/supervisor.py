@@ -23,6 +23,9 @@ from hocket.clock import Clock
 
 _log = logging.getLogger(__name__)
 
+PROCESS_DIED = "its process died"
+"""How the reason of one that died without a word ends."""
+
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 30.0
 # A process that served this long is not in a crash loop: its next restart is immediate again.
