@@ -37,12 +37,15 @@ class Attempts:
         self.number = 0
         self.placement = pool.place(need)
 
-    def next(self, failed: LegFailed) -> None:
-        """Places the next, on other workers. Raises the failed worker's error when it would be the
+    def next(self, failed: LegFailed, *, must_agree: bool) -> None:
+        """Places the next, on other workers; `must_agree`: of the same fingerprint, because the
+        output has begun. Raises the failed worker's error when it would be the
         same elsewhere, when nobody else can take the request, and after MAX_ATTEMPTS."""
         if failed.error.is_retryable and self.number + 1 < MAX_ATTEMPTS:
+            fingerprint = self.placement.prefill.fingerprint if must_agree else None
             for names in suspects(self.placement, failed):
-                need = replace(self.need, avoid=self.need.avoid | names)
+                avoid = self.need.avoid | names
+                need = replace(self.need, avoid=avoid, fingerprint=fingerprint)
                 try:
                     self.placement = self._pool.place(need)
                 except HocketError:

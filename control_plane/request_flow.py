@@ -146,7 +146,7 @@ class RequestFlow:
             except LegFailed as failed:
                 if not run.can_begin_again:
                     raise failed.error from None
-                attempts.next(failed)
+                attempts.next(failed, must_agree=run.has_tokens)
                 reason = failed.error.reason
             self._metrics.replacements.labels(reason).inc()
             extra = {"request_id": story.request_id, "attempt": attempts.number, "reason": reason}
@@ -236,8 +236,17 @@ class _Run:
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether nothing is lost with these legs: prefill would choose the same first token."""
-        return not self._legs.has_joined and self._output.num_tokens <= 1
+        """Whether nothing is lost with these legs: no token is told yet, or prefill would choose
+        the same first token."""
+        if self._legs.has_joined:
+            return False
+        is_same = self._legs.placement.prefill.fingerprint.is_batch_invariant
+        return self._output.num_tokens <= (1 if is_same else 0)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the output has begun."""
+        return self._output.num_tokens > 0
 
     @property
     def is_over(self) -> bool:

@@ -136,6 +136,12 @@ class Fingerprint:
     dtype: str
     numerics: str
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether equal fingerprints promise equal bits, whatever a request's company; see
+        `hocket.model.numerics.numerics_revision`."""
+        return self.numerics.partition(" ")[0].endswith("-invariant")
+
     def difference(self, other: Fingerprint) -> str:
         """Names the fields that differ with both values; empty when equal."""
         names = ("weights", "kv_layout", "block_tokens", "dtype", "numerics")

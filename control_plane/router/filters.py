@@ -35,6 +35,13 @@ def has_not_failed(snapshot: WorkerSnapshot, need: Need) -> str:
     return "has failed this request already" if has_failed else ""
 
 
+def says_the_same(snapshot: WorkerSnapshot, need: Need) -> str:
+    """What has begun must go on with the same model and arithmetic."""
+    if need.fingerprint is None or snapshot.worker.fingerprint == need.fingerprint:
+        return ""
+    return f"differs in {need.fingerprint.difference(snapshot.worker.fingerprint)}"
+
+
 def speaks_our_protocol(snapshot: WorkerSnapshot, need: Need) -> str:
     """Versions N and N-1 understand each other."""
     version = snapshot.worker.protocol_version
@@ -65,6 +72,7 @@ AVAILABLE: tuple[Filter, ...] = (
     is_not_draining,
     speaks_our_protocol,
     has_not_failed,
+    says_the_same,
 )
 
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hocket.types import Load, WorkerDescription
+from hocket.types import Fingerprint, Load, WorkerDescription
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of a pair of workers, in tokens. `avoid`: names of workers, and of whole
-    groups, that have failed it already."""
+    groups, that have failed it already. `fingerprint`: that its workers must have; None: any."""
 
     prompt_tokens: int
     max_tokens: int
     avoid: frozenset[str] = frozenset()
+    fingerprint: Fingerprint | None = None
 
     def prompt_blocks(self, block_tokens: int) -> int:
         """Blocks that hold the prompt."""

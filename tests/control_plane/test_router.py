@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from control_plane.router.pool import WorkerPool
-from control_plane.router.route import can_serve, choose_pair
+from control_plane.router.route import can_serve, choose_pair, choose_whole
 from control_plane.router.snapshot import Books, Need, WorkerSnapshot
 from hocket.errors import InvalidRequest, WorkerUnavailable
 from hocket.rpc.session_client import EventSink
@@ -263,3 +263,21 @@ async def test_books_are_never_negative_and_end_at_zero() -> None:
     with pytest.raises(AssertionError):
         pool.release(entries[0])
     await pool.close()
+
+
+def test_what_has_begun_goes_on_with_the_same_fingerprint() -> None:
+    fingerprint = prefill("p").worker.fingerprint
+    newer = replace(fingerprint, weights="newer")
+    workers = [prefill("p", fingerprint=newer), decode("d", fingerprint=newer)]
+    assert choose_pair(workers, Need(10, 10)).decode.worker_id == "d"
+    with pytest.raises(WorkerUnavailable, match="differs in weights"):
+        choose_pair(workers, Need(10, 10, fingerprint=fingerprint))
+
+
+def test_in_aggregated_serving_one_decode_worker_takes_all_of_it() -> None:
+    workers = [decode("d0", running=3), decode("d1"), prefill("p")]
+    placement = choose_whole(workers, Need(10, 10))
+    assert placement.is_whole
+    assert placement.decode.worker_id == "d1"
+    assert can_serve(workers[:2], choose_whole)
+    assert not can_serve(workers[:2])
