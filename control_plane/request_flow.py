@@ -29,6 +29,7 @@ from control_plane.validation import ModelLimits, ValidRequest, check_lengths, v
 from hocket.errors import (
     Cancelled,
     DeadlineExceeded,
+    HandOffFailed,
     HocketError,
     InternalError,
     InvalidRequest,
@@ -272,11 +273,18 @@ class _Run:
             case Finished():
                 self._take_finished(item.leg, item.event)
             case Failed():
-                # Prefill's part is done once decode has joined, decode's once the output is over;
-                # a death after that harms nothing.
-                is_done = item.leg is Leg.PREFILL and self._legs.has_joined
-                if not (is_done or self._output.is_over):
-                    raise LegFailed(item.leg, error_from_failed(item.event))
+                error = error_from_failed(item.event)
+                if not (self._is_done(item.leg, error) or self._output.is_over):
+                    raise LegFailed(item.leg, error)
+
+    def _is_done(self, leg: Leg, error: HocketError) -> bool:
+        """Whether this leg is not needed any more. Prefill's is not once decode has joined; and a
+        hand-off that fails while decode has the request, for example in its queue, is decode's to
+        make good or to fail, by its policy."""
+        if leg is not Leg.PREFILL:
+            return False
+        is_decodes = isinstance(error, HandOffFailed) and self._legs.is_running(Leg.DECODE)
+        return self._legs.has_joined or is_decodes
 
     def _take_joined(self, joined: Joined) -> None:
         self._joined = joined

@@ -238,6 +238,27 @@ async def test_a_refusal_that_nobody_else_can_make_good_is_told_at_once(serving:
         assert busy.engine.submitted == []
 
 
+async def test_an_export_that_ran_out_while_decode_was_full_is_decodes_to_make_good(
+    serving: Any, until: Any
+) -> None:
+    async with serving() as s:
+        await s.add(Role.PREFILL)
+        for worker in s.workers:
+            worker.engine.stall_at = 0
+        call = asyncio.create_task(s.generate(text="x"))
+        await until(lambda: bool(s.decode.engine.running))
+        (key,) = (r.key for r in s.decode.engine.submitted)
+        for worker in s.workers:
+            if worker.description.role is Role.PREFILL and worker.engine.submitted:
+                worker.engine.sessions._fail(key, HandOffFailed("Nobody opened the export"))
+        await asyncio.sleep(0.05)
+        for worker in s.workers:
+            worker.engine.resume.set()
+        assert (await call).text == TEXT
+        assert replacements(s, "HAND_OFF_FAILED") == 0
+        await until(lambda: s.is_idle)
+
+
 @pytest.mark.parametrize("faulty", [Role.PREFILL, Role.DECODE])
 async def test_a_failed_hand_off_finds_the_side_that_works(serving: Any, faulty: Role) -> None:
     """Decode tells it, whoever's fault it is; only one role has another worker."""
