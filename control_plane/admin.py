@@ -97,7 +97,7 @@ class ScalingView:
             await asyncio.to_thread(self._board.set_sizes, sizes)
         except (RedisError, OSError) as error:
             raise StoreUnavailable(
-                f"the store of sizes is away ({error}); nothing was changed for sure, ask again."
+                f"the store of sizes is away ({error}); it may have them or not: ask again."
             ) from error
         await self.refresh()
         if self.scaling.fault:

@@ -56,6 +56,8 @@ _HEALTH_S = 0.2
 # The package's own types leave its asyncio half out.
 _HealthServicer: Any = health.aio.HealthServicer  # pyright: ignore[reportAttributeAccessIssue]
 _UNKNOWN_TOKENS = 1 << 30
+# A seed of ours comes back whole from any JSON reader, JavaScript's included.
+_SEED_BITS = 53
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -117,7 +119,7 @@ class Gateway:
         choose = choose_whole if self.options.is_aggregated else choose_pair
         self._pool = WorkerPool(self._directory, self._connect, choose)
         flow = RequestFlow(
-            self._pool, self._tokenizer, self.metrics, lambda: self._seeds.getrandbits(64)
+            self._pool, self._tokenizer, self.metrics, lambda: self._seeds.getrandbits(_SEED_BITS)
         )
         service = _GenerationService(options, self._pool, self._tokenizer, flow, self._limits)
         hard_limit = options.max_message_bytes * HARD_LIMIT_FACTOR

@@ -298,6 +298,7 @@ class _Run:
         num_before = self._output.num_tokens
         self._output.add(tokens)
         num_new = self._output.num_tokens - num_before
+        self._metrics.output_tokens.inc(num_new)
         self._story.record.output_tokens = self._output.num_tokens
         if tokens.step is not None and num_new:
             # Counted as the worker counts a step that its last token cut short.

@@ -32,7 +32,8 @@ class ModelSettings:
     served_name: what clients call it; empty: the last part of `path`.
     dtype: of weights and KV cache; "auto" is the checkpoint's own.
     device: "auto" is cuda when there is one, else cpu.
-    batch_invariant: a token's logits are bit-equal whatever its company, at some cost in speed.
+    batch_invariant: a token's logits are bit-equal whatever its company; on CPUs this makes
+        decoding two to three times slower.
     max_context_tokens: prompt and output together; 0: what the checkpoint allows.
     """
 

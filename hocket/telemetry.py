@@ -129,6 +129,7 @@ class GatewayFigures:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    finished_output_tokens: int
     hand_off_bytes_by_transport: Mapping[str, int]
     drafts: DraftCounts
 
@@ -184,7 +185,13 @@ class GatewayMetrics:
         self.cached_tokens = Counter(
             "hocket_prompt_tokens_cached", "Prompt tokens found in the cache.", registry=registry
         )
-        self.output_tokens = Counter("hocket_output_tokens", "Tokens sent.", registry=registry)
+        self.output_tokens = Counter(
+            "hocket_output_tokens", "Output tokens, as they come.", registry=registry
+        )
+        self.finished_output_tokens = Counter(
+            "hocket_output_tokens_finished", "Output tokens of finished requests.",
+            registry=registry,
+        )  # fmt: skip
         self.drafts = DraftMetrics(registry)
 
     def observe_tokens(self, gap_s: float, num_tokens: int) -> None:
@@ -201,7 +208,7 @@ class GatewayMetrics:
         """The usage of a finished request."""
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.cached_tokens.inc(usage.cached_tokens)
-        self.output_tokens.inc(usage.output_tokens)
+        self.finished_output_tokens.inc(usage.output_tokens)
         self.drafts.add(usage.drafts)
 
     def figures(self) -> GatewayFigures:
@@ -218,6 +225,7 @@ class GatewayMetrics:
             prompt_tokens=int(_value(self.prompt_tokens)),
             cached_tokens=int(_value(self.cached_tokens)),
             output_tokens=int(_value(self.output_tokens)),
+            finished_output_tokens=int(_value(self.finished_output_tokens)),
             hand_off_bytes_by_transport=_by_label(self.hand_off_bytes, "transport"),
             drafts=self.drafts.total,
         )

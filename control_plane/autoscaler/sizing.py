@@ -114,9 +114,10 @@ def decode_need(
 
         B = the largest b ≤ max_batch with t(b) ≤ g · target
 
-    requests. One with n output tokens stays d = n · target seconds, so of r arriving per second
-    r d run at once (Little's law). Those that wait are to be gone within `drain_s` seconds (inf:
-    left out, workers for them start already), which takes d / drain_s places for each of them:
+    requests, where its t is trusted. In it one with n output tokens stays d = n · t(B) / g seconds,
+    so of r arriving per second r d run at once (Little's law). Those that wait are to be gone
+    within `drain_s` seconds (inf: left out, workers for them start already), which takes
+    d / drain_s places for each of them:
 
         need = max(r d, running + waiting · min(1, d / drain_s)) / B
 
@@ -133,16 +134,15 @@ def decode_need(
     curve, gain = speed.step_curve, speed.tokens_per_step
     if isinstance(curve, Missing) or isinstance(gain, Missing) or gain == 0:
         return Missing("no decode step time or acceptance is known yet")
-    batch, apart_s = curve.largest_batch(targets.inter_token_s * gain, targets.max_batch), 0.0
+    batch = curve.largest_batch(targets.inter_token_s * gain, targets.max_batch)
     unreachable = ""
     if batch == 0:
         batch = min(targets.max_batch, curve.largest_trusted)
-        apart_s = curve.step_s(batch) / gain
         unreachable = (
             f"{_ms(targets.inter_token_s)} between tokens are out of reach: one request alone "
             f"takes {_ms(curve.step_s(1) / gain)}; sized for throughput"
         )
-    requests = _at_once(arrivals, load, speed, max(targets.inter_token_s, apart_s), drain_s)
+    requests = _at_once(arrivals, load, speed, curve.step_s(batch) / gain, drain_s)
     workers = requests / batch
     why = (
         f"needs {workers:.2f}: {requests:.1f} requests at once ({load.running_requests} run, "

@@ -147,7 +147,7 @@ class _RunningGateway:
             later_tokens=figures.inter_token.count,
             later_token_s=figures.inter_token.sum_s,
             ended_requests=figures.requests_by_outcome.get("OK", 0),
-            output_tokens=figures.output_tokens,
+            output_tokens=figures.finished_output_tokens,
             cached_tokens=figures.cached_tokens,
         )
 

@@ -39,6 +39,7 @@ class GroupProcess:
         # Ranks that were heard since all of them were: a pulse answers when it likes, so two
         # healthy ranks need not answer the same look.
         self._heard: set[str] = set()
+        self._is_stopping = False
 
     def look(self) -> Health:
         found = {name: rank.look() for name, rank in self.ranks.items()}
@@ -68,6 +69,9 @@ class GroupProcess:
             rank.kill()
 
     def begin_drain(self, announce_s: float, drain_s: float) -> None:
+        # Everything may end while this worker leaves: what stops already has drained.
+        if self._is_stopping:
+            return
         for rank in self.ranks.values():
             rank.begin_drain(announce_s, drain_s)
 
@@ -75,6 +79,9 @@ class GroupProcess:
         return all(rank.is_drained() for rank in self.ranks.values())
 
     def begin_stop(self) -> None:
+        if self._is_stopping:
+            return
+        self._is_stopping = True
         for rank in self.ranks.values():
             rank.begin_stop()
 

@@ -12,6 +12,7 @@ from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.logs import check_folder
 from hocket.model.model_config import ModelConfig
+from hocket.parallel.expert_placement import ExpertPlacement
 
 
 def check_before_start(config: Config, host: str) -> None:
@@ -23,7 +24,9 @@ def check_before_start(config: Config, host: str) -> None:
     if not config.cluster.ray_address:
         check_local_workers(config)
         folder = config.model.checkpoint()
-        ModelConfig.from_checkpoint(folder)
+        model = ModelConfig.from_checkpoint(folder)
+        if config.decode.group_size > 1:
+            ExpertPlacement(model.num_experts, config.decode.group_size)
         ModelTokenizer(folder)
     if config.redis.url:
         check_redis(config.redis)

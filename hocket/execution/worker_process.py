@@ -79,8 +79,10 @@ class HostedWorker:
         return self._worker is not None and self._worker.is_alive()
 
     def drain(self, deadline_s: float) -> int:
-        """Takes nothing new and finishes what is here; returns how many requests it failed."""
-        return self._wait(self._running.drain(deadline_s))
+        """Takes nothing new and finishes what is here; returns how many requests it failed. On a
+        worker that was stopped meanwhile there is nothing."""
+        worker = self._worker
+        return self._wait(worker.drain(deadline_s)) if worker is not None else 0
 
     def stop(self) -> None:
         """Ends the worker; requests that are still here fail. Safe to call again."""

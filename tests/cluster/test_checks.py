@@ -71,3 +71,8 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, name: str, te
     (folder / name).write_text(text)
     with pytest.raises(CheckpointError, match=name):
         start(f"model.path={folder}")
+
+
+def test_a_group_of_more_ranks_than_experts_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.group_size is 9.* 8 experts"):
+        start("decode.group_size=9")

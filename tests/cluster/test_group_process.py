@@ -6,6 +6,7 @@ import pytest
 
 from control_plane.cluster.departures import Departure, DepartureTimes
 from control_plane.cluster.group_process import GroupProcess
+from control_plane.cluster.shut_down import stop_workers
 from control_plane.cluster.supervisor import Health
 from tests.cluster.memory_workers import MemoryWorker
 
@@ -70,4 +71,14 @@ def test_no_rank_stops_before_all_are_drained() -> None:
     assert "kill" not in ranks[0].told, "killed while the other rank was leaving"
     ranks[1].has_ended = True
     assert departure.tick(4.0)
+    assert [rank.told for rank in ranks] == [["drain 1 60", "stop", "kill"]] * 2
+
+
+def test_what_stops_already_is_neither_drained_nor_stopped_again_when_everything_ends() -> None:
+    process, ranks = group(Health.SERVING, Health.SERVING)
+    departure = Departure("decode-0", process, DepartureTimes(1.0, 60.0, 20.0), now=0.0)
+    for rank in ranks:
+        rank.has_drained = rank.has_ended = True
+    assert not departure.tick(1.0)
+    stop_workers([process], drain_s=1.0)
     assert [rank.told for rank in ranks] == [["drain 1 60", "stop", "kill"]] * 2

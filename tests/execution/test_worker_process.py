@@ -66,6 +66,15 @@ def test_calls_run_on_the_worker_s_own_loop() -> None:
     assert running.calls == [("drain 1.5", "decode-0-server"), ("stop", "decode-0-server")]
 
 
+def test_a_drain_that_comes_after_the_stop_finds_nothing_to_do() -> None:
+    running = Running()
+    worker = hosted(running)
+    worker.start()
+    worker.stop()
+    assert worker.drain(1.5) == 0
+    assert [call for call, _ in running.calls] == ["stop"]
+
+
 def test_a_worker_that_cannot_start_says_why() -> None:
     async def serve(settings: WorkerSettings, on_crash: CrashSink) -> Running:
         raise CheckpointError("no weights")

@@ -97,7 +97,8 @@ def test_figures_are_the_metrics_as_values() -> None:
     assert figures.first_token == LatencySum(2, 2.0)
     assert figures.inter_token == LatencySum(0, 0.0)
     assert dict(figures.hand_off_bytes_by_transport) == {"tcp": 4096}
-    assert (figures.prompt_tokens, figures.cached_tokens, figures.output_tokens) == (7, 2, 9)
+    assert (figures.prompt_tokens, figures.cached_tokens) == (7, 2)
+    assert (figures.output_tokens, figures.finished_output_tokens) == (0, 9)
     assert figures.drafts == DraftCounts(2, 3, (2,), (1,))
 
 

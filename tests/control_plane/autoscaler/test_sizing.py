@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,15 @@ def test_requests_that_arrive_count_for_as_long_as_they_stay() -> None:
     # 10 a second for 100 tokens of 20 ms: 20 at once, one full worker.
     arrivals = Arrivals(10.0, 100, 1000)
     assert decode(DecodeLoad(), arrivals, output_tokens=100.0).workers == pytest.approx(1.0)
+
+
+def test_a_request_stays_as_long_as_its_tokens_take_not_as_long_as_they_may() -> None:
+    # A full batch of 64 gives a token in 42 ms where a second is allowed: 10/s stay 4.2 s each.
+    arrivals, load = Arrivals(10.0, 100, 1000), DecodeLoad()
+    speed = DecodeSpeed(step_curve=CURVE, tokens_per_step=2.0, output_tokens=100.0)
+    need = decode_need(arrivals, load, speed, replace(TARGETS, inter_token_s=1.0), 30.0)
+    assert isinstance(need, Need)
+    assert need.workers == pytest.approx(10 * 4.2 / 64)
 
 
 def test_waiting_requests_need_room_only_while_the_backlog_clears() -> None:
