@@ -7,7 +7,7 @@
 It starts what `hocket up` starts, with the autoscaler on, and lets closed-loop clients come and
 go: each asks again two seconds after it has its answer; every other one brings a long prompt, the
 others want a long output. It writes sizes, offered load and every request's TTFT over time. The
-plot needs `pip install hocket[bench]`. benchmarks/README.md says how to read it.
+plot needs `pip install -e '.[bench]'`. benchmarks/README.md says how to read it.
 """
 
 from __future__ import annotations

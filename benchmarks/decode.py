@@ -4,7 +4,7 @@
     python benchmarks/decode.py --json results.json          the long form
 
 Three workloads (benchmarks/README.md says what each shows): `tiny`, the embedded model with its own
-drafts on text it never saw; `peers`, a random 107 M model of the shape on which other engines were
+drafts on text it never saw; `peers`, a random 108 M model of the shape on which other engines were
 measured; `large`, a random model whose weights exceed the last-level cache. On random models the
 continuation is scripted and drafts of known accuracy are injected (SYNTHETIC: the cost of drafting
 is real, its result is not). Transformers decodes prompts of the same length, step by step in turn
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import platform
@@ -257,6 +258,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if not arguments.no_transformers and importlib.util.find_spec("transformers") is None:
+        sys.exit("transformers is missing: `make setup` installs it, --no-transformers omits it.")
     torch.set_num_threads(arguments.threads)
     is_short = arguments.short
     options = Options(

@@ -142,7 +142,7 @@ def check_prompt(
     match message.WhichOneof("prompt"):
         case "text":
             if not message.text:
-                raise InvalidRequest("text", "", "not empty")
+                raise InvalidRequest("text", "", "at least one character long")
             return TextPrompt(message.text)
         case "chat":
             return _chat(message.chat)

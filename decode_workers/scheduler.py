@@ -82,7 +82,8 @@ class DecodeScheduler:
         self.limits.check(request)
         if len(self._waiting) >= self.policy.max_waiting:
             raise Overloaded(
-                f"{len(self._waiting)} requests wait on this decode worker, its limit; retry.",
+                f"{len(self._waiting)} requests wait on this decode worker, "
+                "its limit (decode.max_waiting); retry.",
                 waiting=len(self._waiting),
             )
         self._waiting[request.key] = request

@@ -13,11 +13,15 @@ from typing import Annotated
 
 import typer
 
+from hocket.environment import quiet_grpc
+
 app = typer.Typer(
     name="hocket",
     help="Serves mixture-of-experts models from two pools: one reads prompts, one writes replies.",
     no_args_is_help=True,
     add_completion=False,
+    # Plain help: in the one with frames a flag looks as if it took a value.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -70,7 +74,7 @@ def up(
 
 @app.command()
 def demo(config: ConfigFile = None, overrides: Overrides = None, verbose: Verbose = False) -> None:
-    """Start everything, answer one greedy and one sampled request, stop everything."""
+    """Start everything, answer two requests, stop everything."""
     from hocket.commands import demo as command
 
     raise typer.Exit(command.run(config, overrides or [], verbose=verbose))
@@ -78,7 +82,9 @@ def demo(config: ConfigFile = None, overrides: Overrides = None, verbose: Verbos
 
 @app.command()
 def generate(
-    text: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help='The prompt; "-" reads it from stdin.')
+    ],
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's chat message.")] = False,
     model: Annotated[str, typer.Option(help="Name of a served model.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
@@ -87,12 +93,15 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this; repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="<str>", help="End before this; repeatable.")
+    ] = None,
     drafts: Annotated[int | None, typer.Option(help="Most draft tokens per step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     address: Annotated[str, typer.Option(help="host:port of the gateway.")] = _ADDRESS,
 ) -> None:
     """Generate text and print it as it is made."""
+    quiet_grpc()
     from hocket.commands import generate as command
 
     # What is no text stays recognisable, as in the arguments, and is refused with them.
@@ -120,9 +129,10 @@ AdminAddress = Annotated[str, typer.Option(help="host:port of the operator's doo
 def status(
     address: AdminAddress = _ADMIN_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second.")] = False,
 ) -> None:
-    """Show pools, workers, latencies, drafts and the autoscaler's reasons."""
+    """Show pools, workers, latencies, drafts, sizing reasons."""
+    quiet_grpc()
     from hocket.commands import status as command
 
     raise typer.Exit(command.run(address, as_json=as_json, is_watching=watch))
@@ -131,12 +141,15 @@ def status(
 @app.command()
 def scale(
     sizes: Annotated[
-        list[str], typer.Argument(metavar="POOL=N...", help="prefill=2 decode=3; N may be auto.")
+        list[str], typer.Argument(metavar="POOL=N", help="As in prefill=2 decode=3; N may be auto.")
     ],
     address: AdminAddress = _ADMIN_ADDRESS,
-    wait: Annotated[bool, typer.Option("--wait", help="Until the pools have these sizes.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when the pools have these sizes.")
+    ] = False,
 ) -> None:
-    """Set the sizes of the pools; with "auto", the autoscaler decides again."""
+    """Set the sizes of the pools, or leave them to the autoscaler."""
+    quiet_grpc()
     from hocket.commands import scale as command
 
     raise typer.Exit(command.run(sizes, address, is_waiting=wait))

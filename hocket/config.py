@@ -60,9 +60,18 @@ class ModelSettings:
         else:
             folder = Path(self.path).expanduser()
         if not (folder / "config.json").is_file():
-            limit = f"a checkpoint folder or {EMBEDDED_MODEL!r}; {folder} has no config.json"
+            limit = f"a checkpoint folder or {EMBEDDED_MODEL!r}"
+            limit += f"; {_why_no_checkpoint(self.path, folder)}"
             raise wrong("model.path", self.path, limit)
         return folder
+
+
+def _why_no_checkpoint(path: str, folder: Path) -> str:
+    if folder.is_dir():
+        return f"{folder} has no config.json"
+    if path.count("/") == 1 and not path.startswith(("/", "~", ".")):
+        return "there is no such folder, and Hub names are not fetched: download it and give that"
+    return f"there is no folder {folder}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,7 @@ class PrefillSettings:
 class DecodeSettings:
     """[decode]: the pool that writes replies. Keys as in [prefill], but these:
 
+    workers: how many.
     group_size: ranks (processes) of one worker; above 1 they share the experts among them, and
         every rank has its own requests, KV blocks and address. Other counts are per rank.
     group_timeout_s: a rank that does not come to the next step for this long ends its group.

@@ -96,6 +96,12 @@ def worker_environment(
     return variables
 
 
+def quiet_grpc() -> None:
+    """Keeps gRPC's own lines off the terminal of a command, which says itself what went wrong;
+    before grpc is imported. A variable that is set already is left as it is."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def prepare_ray() -> None:
     """Sets what Ray reads at import, for this process and those that it starts.
 

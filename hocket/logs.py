@@ -24,6 +24,8 @@ from hocket.types import RequestKey
 # A log file that has grown to this is put aside, and the oldest of those is deleted.
 _LOG_FILE_BYTES = 64 * 2**20
 _OLD_LOG_FILES = 3
+# Libraries whose debug lines tell of every call and poll, and bury ours.
+_CHATTY = ("grpc", "asyncio")
 
 
 class JsonFormatter(logging.Formatter):
@@ -77,6 +79,8 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = handlers
     root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(root.level, logging.INFO))
 
 
 def about(key: RequestKey) -> dict[str, Any]:

@@ -62,7 +62,8 @@ class PrefillScheduler:
         self.limits.check(request)
         if len(self._waiting) >= self.policy.max_waiting:
             raise Overloaded(
-                f"{len(self._waiting)} requests wait on this prefill worker, its limit; retry.",
+                f"{len(self._waiting)} requests wait on this prefill worker, "
+                "its limit (prefill.max_waiting); retry.",
                 waiting=len(self._waiting),
             )
         self._waiting[request.key] = request

@@ -20,7 +20,7 @@ from control_plane.cluster.scaling_policy import most_workers, num_ranks
 from control_plane.cluster.supervisor import PROCESS_DIED, Health
 from hocket import environment
 from hocket.config import Config, PlacementSettings
-from hocket.errors import ConfigError, HocketError
+from hocket.errors import ConfigError, HocketError, InternalError
 from hocket.types import Role
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class RayRuntime:
 
         Raises:
             ConfigError: labels are asked of a local Ray, or the address does not answer.
+            InternalError: a local Ray did not start.
         """
         environment.prepare_ray()
         import ray
@@ -82,10 +83,14 @@ class RayRuntime:
                 _node_ip_address="127.0.0.1",
                 **common,
             )
-        except BaseException:
+        except BaseException as error:
             # Also when a signal interrupts it half-way.
             self.close()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            # Ray gives itself half a minute and then raises a plain Exception.
+            text = f"Ray did not start ({error}); is this machine overloaded? Start again."
+            raise InternalError(text) from error
 
     def dead_parts(self) -> list[str]:
         """Processes of a local Ray without which it cannot go on, and that have died: "raylet",

@@ -29,7 +29,7 @@ PROCESS_DIED = "its process died"
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 30.0
 # A process that served this long is not in a crash loop: its next restart is immediate again.
-_SETTLED_S = 60.0
+_SETTLED_S = 5.0
 
 
 class Health(Enum):
@@ -73,7 +73,8 @@ class _Life:
     process: Process | None = None
     launched_at: float = 0.0
     heard_at: float = 0.0
-    has_served: bool = False
+    served_at: float | None = None
+    """When it was first found serving."""
     launch_at: float = 0.0
     delay_s: float = _FIRST_DELAY_S
     restarts: int = 0
@@ -120,7 +121,7 @@ class Supervisor:
         """Whether the place's process has come up, and has not been found dead or stuck."""
         with self._lock:
             life = self._lives[name]
-            return life.process is not None and life.has_served
+            return life.process is not None and life.served_at is not None
 
     def restarts(self, name: str) -> int:
         """How often the place's process was replaced."""
@@ -135,8 +136,9 @@ class Supervisor:
                 reason = self._look(place)
                 if reason:
                     replaced.append(Replaced(place.name, reason))
-        for one in replaced:
-            _log.warning("%s is replaced: %s", one.name, one.reason)
+            waits_s = [self._lives[one.name].launch_at - self._clock.now() for one in replaced]
+        for one, wait_s in zip(replaced, waits_s, strict=True):
+            _log.warning("%s is replaced in %.1f s: %s", one.name, wait_s, one.reason)
         return replaced
 
     def _look(self, place: Place) -> str:
@@ -155,7 +157,7 @@ class Supervisor:
     def _launch(self, place: Place, life: _Life, now: float) -> None:
         life.process = place.launch()
         life.launched_at = life.heard_at = now
-        life.has_served = False
+        life.served_at = None
 
     def _fault(self, place: Place, life: _Life, now: float) -> str:
         """Why the process must be replaced; empty when it need not."""
@@ -164,20 +166,22 @@ class Supervisor:
         if health is Health.DEAD:
             return life.process.why()
         if health is Health.SERVING:
-            if life.restarts and not life.has_served:
+            if life.restarts and life.served_at is None:
                 _log.info("%s serves again after %.1f s", place.name, now - life.launched_at)
-            life.heard_at, life.has_served = now, True
+            life.served_at = now if life.served_at is None else life.served_at
+            life.heard_at = now
         silent_s = now - life.heard_at
-        if life.has_served and silent_s > place.stuck_s:
+        has_served = life.served_at is not None
+        if has_served and silent_s > place.stuck_s:
             return f"no answer for {silent_s:.1f} s (cluster.stuck_s = {place.stuck_s:g})"
-        if not life.has_served and now - life.launched_at > place.startup_timeout_s:
+        if not has_served and now - life.launched_at > place.startup_timeout_s:
             return f"not serving after {place.startup_timeout_s:g} s (cluster.startup_timeout_s)"
         return ""
 
     @staticmethod
     def _after(life: _Life, now: float) -> _Life:
         """The place without its process: the next launch is later the sooner this one failed."""
-        has_settled = life.has_served and now - life.launched_at > _SETTLED_S
+        has_settled = life.served_at is not None and life.heard_at - life.served_at >= _SETTLED_S
         delay_s = _FIRST_DELAY_S if has_settled else life.delay_s
         return _Life(
             launch_at=now + delay_s,

@@ -151,9 +151,9 @@ def _set_stopping(stopping: generation.Stopping, fields: Fields) -> None:
 
 
 def _set_max_tokens(message: generation.GenerateRequest, fields: Fields, *names: str) -> None:
-    """The first of `names` that is there counts. Zero is refused by the flow, as in gRPC."""
+    """The first of `names` that is there counts."""
     for name in names:
-        max_tokens = fields.integer(name)
+        max_tokens = fields.integer(name, low=1)
         if max_tokens is not None:
             message.stopping.max_tokens = max_tokens
             return

@@ -10,15 +10,17 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from hocket.commands.doors import GENERATION, cause, check_address, explained
 from hocket.errors import HocketError, InvalidRequest, WorkerUnavailable
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
+from hocket.rpc.status import is_from_grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ async def ask(
     first_s = last_s = 0.0
     token_ids: list[int] = []
     pieces: list[str] = []
-    async for response in client.generate(request):
+    async for response in _stream(client, request):
         if response.token_ids:
             last_s = time.monotonic() - started
             first_s = first_s or last_s
@@ -132,6 +134,23 @@ async def ask(
     raise WorkerUnavailable(
         "the stream ended without a finish; send the request again.", output_tokens=len(token_ids)
     )
+
+
+async def _stream(
+    client: GenerationClient, request: generation.GenerateRequest
+) -> AsyncGenerator[generation.GenerateResponse]:
+    """The client's stream; that it broke after something had come is said as such."""
+    has_begun = False
+    try:
+        async for response in client.generate(request):
+            has_begun = True
+            yield response
+    except WorkerUnavailable as error:
+        if not has_begun or not is_from_grpc(error):
+            raise
+        raise WorkerUnavailable(
+            f"the gateway stopped before the answer was complete ({cause(error)}).",
+        ) from None
 
 
 def closing_line(answer: Answer) -> str:
@@ -177,19 +196,23 @@ def as_dict(answer: Answer) -> dict[str, Any]:
 
 def run(options: GenerateOptions, address: str, *, as_json: bool) -> int:
     """The command; returns its exit code."""
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        if not as_json:
+            write_now(text)
+
     try:
-        answer = asyncio.run(_ask_once(options, address, _ignore if as_json else write_now))
-    except HocketError as error:
-        if isinstance(error, WorkerUnavailable) and not error.metadata:
-            # A status of gRPC's own: no gateway has spoken.
-            error = WorkerUnavailable(
-                f"no gateway answers at {address!r} ({error}); is `hocket up` serving there?",
-                address=address,
-            )
-        _tell(error, as_json)
+        answer = asyncio.run(_ask_once(options, address, write))
+    except (HocketError, KeyboardInterrupt) as error:
+        if written and not as_json:
+            # What follows stands on a line of its own.
+            write_now("\n")
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        _tell(explained(error, address, GENERATION), as_json)
         return 1
-    except KeyboardInterrupt:
-        return 130
     if as_json:
         print(json.dumps(as_dict(answer), ensure_ascii=False))
     else:
@@ -199,6 +222,7 @@ def run(options: GenerateOptions, address: str, *, as_json: bool) -> int:
 
 async def _ask_once(options: GenerateOptions, address: str, write: Callable[[str], None]) -> Answer:
     request = build_request(options)
+    check_address(address)
     client = GenerationClient(address)
     try:
         return await ask(client, request, write)
@@ -210,10 +234,6 @@ def write_now(text: str) -> None:
     """To the terminal, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    del text
 
 
 def _tell(error: HocketError, as_json: bool) -> None:

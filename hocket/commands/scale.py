@@ -10,7 +10,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from hocket.commands.status import ask, explained
+from hocket.commands.doors import OPERATOR, check_address, explained
+from hocket.commands.status import ask
 from hocket.errors import HocketError, InvalidRequest, StoreUnavailable
 from hocket.rpc import cluster_pb2 as cluster
 from hocket.rpc.clients import ClusterClient
@@ -31,7 +32,7 @@ def parsed(words: Sequence[str]) -> cluster.ScaleRequest:
         if name not in _POOLS:
             raise InvalidRequest(word, name, "prefill=N or decode=N; N may be auto")
         if request.HasField(name):  # pyright: ignore[reportArgumentType]
-            raise InvalidRequest(name, word, "given once")
+            raise InvalidRequest("sizes", " ".join(words), f"one size for {name}")
         pool: cluster.PoolSize = getattr(request, name)
         if size == "auto":
             pool.auto = True
@@ -85,6 +86,7 @@ def run(words: Sequence[str], address: str, *, is_waiting: bool) -> int:
     """The command; returns its exit code."""
     try:
         request = parsed(words)
+        check_address(address)
         asyncio.run(_scale(request, address, is_waiting))
     except HocketError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -100,7 +102,7 @@ async def _scale(request: cluster.ScaleRequest, address: str, is_waiting: bool) 
         try:
             response = await client.scale(request)
         except HocketError as error:
-            raise explained(error, address) from error
+            raise explained(error, address, OPERATOR) from error
         print(f"asked for {_targets(response.targets)}", flush=True)
         if is_waiting:
             await _follow(client, address, request)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
@@ -18,7 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hocket.errors import HocketError, WorkerUnavailable
+from hocket.commands.doors import OPERATOR, check_address, explained
+from hocket.errors import DeadlineExceeded, HocketError, WorkerUnavailable
 from hocket.rpc import cluster_pb2 as cluster
 from hocket.rpc.clients import ClusterClient
 from hocket.rpc.worker_pb2 import Load, Role
@@ -33,18 +34,7 @@ async def ask(client: ClusterClient, address: str) -> cluster.ClusterStatus:
     try:
         return await client.get_status()
     except HocketError as error:
-        raise explained(error, address) from error
-
-
-def explained(error: HocketError, address: str) -> HocketError:
-    """The error of a call, or, when it is gRPC's own, that no gateway has spoken."""
-    if error.metadata or not isinstance(error, WorkerUnavailable):
-        return error
-    return WorkerUnavailable(
-        f"no gateway answers at {address!r} ({error}); is `hocket up` serving, with its operator's "
-        "door there (gateway.admin_port)?",
-        address=address,
-    )
+        raise explained(error, address, OPERATOR) from error
 
 
 def run(address: str, *, as_json: bool, is_watching: bool) -> int:
@@ -55,6 +45,7 @@ def run(address: str, *, as_json: bool, is_watching: bool) -> int:
         console.width = _LONG_LINE
     command = watch if is_watching else _once
     try:
+        check_address(address)
         asyncio.run(command(address, console, as_json))
     except HocketError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,38 +58,68 @@ def run(address: str, *, as_json: bool, is_watching: bool) -> int:
 async def _once(address: str, console: Console, as_json: bool) -> None:
     client = ClusterClient(address)
     try:
-        _show(console, await ask(client, address), as_json)
+        show(console, await ask(client, address), as_json)
     finally:
         await client.close()
 
 
 async def watch(address: str, console: Console, as_json: bool) -> None:
-    """Until it is interrupted, or the gateway does not answer."""
+    """Until it is interrupted, or there is no gateway at first; one that goes is waited for."""
     client = ClusterClient(address)
     try:
         before = await ask(client, address)
         if as_json or not console.is_terminal:
-            while True:
-                _show(console, before, as_json)
-                await asyncio.sleep(_WATCH_S)
-                before = await ask(client, address)
+            await _watch_lines(client, address, console, before, as_json)
         first = Group(*tables(before))
         with Live(first, console=console, auto_refresh=False, vertical_overflow="visible") as live:
             while True:
                 await asyncio.sleep(_WATCH_S)
-                now = await ask(client, address)
+                now = await _ask_again(client, address)
+                if isinstance(now, HocketError):
+                    away = Text(f"{now} Asking again. What was seen last:", style="red")
+                    live.update(Group(away, Text(), *tables(before)), refresh=True)
+                    continue
                 live.update(Group(*tables(now, before)), refresh=True)
                 before = now
     finally:
         await client.close()
 
 
-def _show(console: Console, status: cluster.ClusterStatus, as_json: bool) -> None:
+async def _watch_lines(
+    client: ClusterClient,
+    address: str,
+    console: Console,
+    first: cluster.ClusterStatus,
+    as_json: bool,
+) -> NoReturn:
+    """For a pipe or a file: one status after the other; that nobody answers is said once."""
+    status: cluster.ClusterStatus | HocketError = first
+    is_away = False
+    while True:
+        if not isinstance(status, HocketError):
+            show(console, status, as_json)
+        elif not is_away:
+            print(f"{status} Asking again.", file=sys.stderr, flush=True)
+        is_away = isinstance(status, HocketError)
+        await asyncio.sleep(_WATCH_S)
+        status = await _ask_again(client, address)
+
+
+async def _ask_again(client: ClusterClient, address: str) -> cluster.ClusterStatus | HocketError:
+    """A status, or that there is no answer now. Raises HocketError when none will come."""
+    try:
+        return await ask(client, address)
+    except (WorkerUnavailable, DeadlineExceeded) as error:
+        return error
+
+
+def show(console: Console, status: cluster.ClusterStatus, as_json: bool) -> None:
+    """Prints one status, for people or as a line of JSON."""
     if as_json:
         print(json.dumps(as_dict(status)), flush=True)
         return
     for part in tables(status):
-        console.print(part)
+        console.print(part, crop=False)
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -193,8 +214,12 @@ def _reasons(status: cluster.ClusterStatus) -> Iterator[Text]:
 
 def _workers(workers: Sequence[cluster.WorkerStatus]) -> Table:
     """The ranks of a group stand below its name."""
-    columns = ("worker", "state", "running", "waiting", "KV used", "tokens/step", "transport")
+    columns = ("worker", "state", "runs", "waits", "KV used", "tokens per step", "KV over")
     table = _table(*columns, "address")
+    table.columns[1].min_width = len("registered")
+    # Addresses are copied: other columns fold, and where that is not enough lines are too long.
+    table.columns[-1].min_width = max((len(s.worker.address) for s in workers), default=1)
+    table.columns[-1].no_wrap = True
     group = ""
     for status in workers:
         worker, load = status.worker, status.worker.load
@@ -204,7 +229,7 @@ def _workers(workers: Sequence[cluster.WorkerStatus]) -> Table:
         used = load.num_blocks - load.free_blocks
         share = f"{100 * used / load.num_blocks:.0f} %" if load.num_blocks else "?"
         if load.unread_blocks:
-            share += f", {load.unread_blocks} blocks unread"
+            share += f", {load.unread_blocks} block{'s' * (load.unread_blocks != 1)} unread"
         table.add_row(
             f"  rank {worker.rank}" if group else worker.worker_id,
             _state(status),
@@ -212,7 +237,7 @@ def _workers(workers: Sequence[cluster.WorkerStatus]) -> Table:
             str(load.waiting_requests),
             share,
             _tokens_per_step(load),
-            worker.transport or "none yet",
+            worker.transport or ("-" if worker.role == Role.ROLE_PREFILL else "none yet"),
             worker.address,
         )
     if not workers:
@@ -235,8 +260,8 @@ def _state(status: cluster.WorkerStatus) -> str:
 
 
 def _figures(gateway: cluster.GatewayStatus, before: cluster.GatewayStatus | None) -> Table:
-    """Since the gateway's start and, with an earlier status, since then."""
-    table = _table("gateway", "since its start", *(["since then"] if before is not None else []))
+    """Since the gateway's start and, with an earlier status, of the time in between."""
+    table = _table("gateway", "since its start", *(["last interval"] if before is not None else []))
     spans = [figures_between(gateway)]
     if before is not None:
         spans.append(figures_between(gateway, before))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import which
 from types import FrameType
 
 from rich.console import Console
@@ -163,6 +165,15 @@ def log_settings(folder: str) -> list[str]:
     return [f"telemetry.log_folder={json.dumps(folder)}"] if folder else []
 
 
+def called_as(program: str, *, is_on_path: bool) -> str:
+    """What to type before a subcommand, for whoever called the console script as `program`."""
+    if is_on_path:
+        return "hocket"
+    if program.endswith(".py"):
+        return f"{shlex.quote(sys.executable)} -m hocket.cli"
+    return shlex.quote(program)
+
+
 def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
     """The command; returns its exit code."""
     console = Console(stderr=True, highlight=False)
@@ -179,9 +190,12 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
             also_in_file("up", serving.log_folder),
         ):
             console.print(serving_table(config, serving))
+            program = called_as(sys.argv[0], is_on_path=which("hocket") is not None)
             console.print(
-                f'\nServing. Try: hocket generate "Return the" --address {serving.gateway_address}'
-                "\nCtrl-C ends it."
+                f'\nServing. Try: {program} generate "Return the" --address '
+                f"{serving.gateway_address}\nCtrl-C ends it.",
+                soft_wrap=True,
+                markup=False,
             )
             while True:
                 signals.check()

@@ -122,6 +122,15 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> HocketError:
     )
 
 
+def is_from_grpc(error: HocketError) -> bool:
+    """Whether `error_from_rpc` made it of a status of gRPC's own: no server of ours said it."""
+    rpc_error = error.__cause__
+    if not isinstance(rpc_error, grpc.aio.AioRpcError):
+        return False
+    keys = (key for key, _ in rpc_error.trailing_metadata() or ())
+    return "grpc-status-details-bin" not in keys
+
+
 def failed_from_error(key: RequestKey, error: HocketError) -> Failed:
     """The event that tells the other side of a Session."""
     return Failed(

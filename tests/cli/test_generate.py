@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hocket.cli import app
 from hocket.commands.generate import GenerateOptions, build_request
-from hocket.errors import HocketError, InvalidRequest, Overloaded
+from hocket.errors import HocketError, InvalidRequest, Overloaded, WorkerUnavailable
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from hocket.rpc.status import abort
@@ -29,6 +29,7 @@ class ScriptedGateway(GenerationServicer):
         self.requests: list[generation.GenerateRequest] = []
         self.error: HocketError | None = None
         self.is_cut_short = False
+        self.is_stopped_midway = False
         self.address = ""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -51,6 +52,9 @@ class ScriptedGateway(GenerationServicer):
         await context.write(generation.GenerateResponse(request_id="r", token_ids=[1], text="One"))
         if self.is_cut_short:
             return
+        if self.is_stopped_midway:
+            self._stopping = asyncio.create_task(self._server.stop(None))
+            await asyncio.Event().wait()
         last = generation.GenerateResponse(request_id="r", output_index=1, token_ids=[2, 3, 4])
         last.text = " twö"
         last.finish.reason = generation.FINISH_REASON_STOP
@@ -157,6 +161,30 @@ def test_a_stream_without_an_end_is_an_error(gateway: ScriptedGateway) -> None:
     done = generate(gateway, "Hi")
     assert done.exit_code == 1
     assert "ended without a finish" in done.stderr
+
+
+def test_a_gateway_that_stops_midway_is_said_on_a_line_of_its_own(
+    gateway: ScriptedGateway,
+) -> None:
+    gateway.is_stopped_midway = True
+    done = generate(gateway, "Hi")
+    assert done.exit_code == 1
+    assert done.stdout == "One\n"
+    assert done.stderr == (
+        "error: the gateway stopped before the answer was complete (cancelling all calls).\n"
+    )
+
+
+def test_in_json_a_gateway_that_stops_midway_is_one_object(gateway: ScriptedGateway) -> None:
+    gateway.is_stopped_midway = True
+    told = json.loads(generate(gateway, "Hi", "--json").stdout)
+    assert told["error"]["reason"] == "WORKER_UNAVAILABLE"
+    assert "before the answer was complete" in told["error"]["message"]
+
+
+def test_a_gateway_that_has_no_worker_is_not_called_absent(gateway: ScriptedGateway) -> None:
+    gateway.error = WorkerUnavailable("no decode worker is ready; ask again.")
+    assert generate(gateway, "Hi").stderr == "error: no decode worker is ready; ask again.\n"
 
 
 def test_nobody_listening_is_one_line() -> None:

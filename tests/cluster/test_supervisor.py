@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from control_plane.cluster.supervisor import Health, Place, Supervisor
 from hocket.clock import ManualClock
 
@@ -144,6 +146,27 @@ def test_a_crash_loop_slows_down_to_half_a_minute() -> None:
     # 0.1, 0.4, 1.6, 6.4, 25.6 s, then every 30 s: about 17 launches in 400 s.
     assert 10 < len(launches.made) < 25
     assert supervisor.restarts("decode-0") >= len(launches.made) - 1
+
+
+def test_a_process_that_served_a_while_is_replaced_at_once_however_often_it_dies() -> None:
+    supervisor, launches, clock = supervised()
+    for life in range(1, 7):
+        launches.made[-1].health = Health.SERVING
+        pass_time(supervisor, clock, 6)
+        launches.made[-1].health = Health.DEAD
+        pass_time(supervisor, clock, 1)
+        assert len(launches.made) == life + 1
+
+
+def test_a_restart_that_waits_says_for_how_long(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor, launches, clock = supervised()
+    for _ in range(200):
+        launches.made[-1].health = Health.DEAD
+        clock.advance(0.2)
+        supervisor.tick()
+    said = [record.getMessage() for record in caplog.records]
+    waits = ("0.1", "0.4", "1.6", "6.4", "25.6", "30.0")
+    assert said == [f"decode-0 is replaced in {wait} s: it ended" for wait in waits]
 
 
 def test_a_process_that_served_long_restarts_without_delay_after_an_old_crash_loop() -> None:

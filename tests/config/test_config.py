@@ -11,6 +11,7 @@ import pytest
 from hocket.config import (
     Config,
     DecodeSettings,
+    ModelSettings,
     PrefillSettings,
     load_config,
     worker_settings,
@@ -126,6 +127,23 @@ def test_a_missing_checkpoint_names_key_and_folder(tmp_path: Path) -> None:
     config = load_config(None, [f"model.path={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match=r"model\.path .*nowhere"):
         config.model.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("some-people/a-model", "Hub names are not fetched: download it"),
+        ("/nowhere/at/all", "there is no folder /nowhere/at/all"),
+        ("a-model", "there is no folder a-model"),
+        ("./nowhere", "there is no folder nowhere"),
+        ("/", "/ has no config.json"),
+        ("", "has no config.json"),
+    ],
+)
+def test_why_a_path_is_no_checkpoint_is_said(path: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelSettings(path=path).checkpoint()
+    assert why in str(caught.value)
 
 
 def test_worker_settings_pickle_and_hold_their_own_pool() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 from typing import Any
 
+import grpc
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from hocket.commands.scale import Following, parsed
 from hocket.commands.status import figures_between, tables
 from hocket.errors import InvalidRequest, StoreUnavailable
 from hocket.rpc import cluster_pb2 as cluster
+from hocket.rpc.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
 from hocket.rpc.worker_pb2 import Role, WorkerDescription
 from tests.control_plane.operator_door import operator_door
 
@@ -100,7 +102,7 @@ async def test_watching_shows_it_again_and_again(
         await until(lambda: page.getvalue().count(address) >= 3)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        assert ("since then" in page.getvalue()) == (is_terminal and not as_json)
+        assert ("last interval" in page.getvalue()) == (is_terminal and not as_json)
         if as_json:
             assert all(json.loads(line)["model"] == "fox" for line in page.getvalue().splitlines())
 
@@ -136,6 +138,85 @@ def test_the_state_of_a_worker_is_a_word(fields: dict[str, bool], state: str) ->
     assert state in shown(status)
 
 
+def a_worker(name: str, role: Any, **fields: Any) -> WorkerDescription:
+    return WorkerDescription(worker_id=name, role=role, address="127.0.0.1:40123", **fields)
+
+
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [
+        (a_worker("prefill-0", Role.ROLE_PREFILL), ["-"]),
+        (a_worker("decode-0", Role.ROLE_DECODE), ["none", "yet"]),
+        (a_worker("decode-0", Role.ROLE_DECODE, transport="cma"), ["cma"]),
+    ],
+)
+def test_only_a_worker_that_reads_waits_for_a_transport(
+    worker: WorkerDescription, words: list[str]
+) -> None:
+    status = cluster.ClusterStatus(model="m")
+    status.workers.add(worker=worker, is_connected=True, is_listed=True)
+    (line,) = [line for line in shown(status).splitlines() if worker.worker_id in line]
+    assert line.split()[-1 - len(words) : -1] == words
+
+
+@pytest.mark.parametrize(("unread", "said"), [(1, "1 block unread"), (2, "2 blocks unread")])
+def test_one_block_is_no_blocks(unread: int, said: str) -> None:
+    status = cluster.ClusterStatus(model="m")
+    worker = a_worker("prefill-0", Role.ROLE_PREFILL)
+    worker.load.num_blocks, worker.load.unread_blocks = 10, unread
+    status.workers.add(worker=worker)
+    assert said in shown(status)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_an_address_is_whole_on_any_terminal(width: int) -> None:
+    status = cluster.ClusterStatus(model="m")
+    worker = a_worker("decode-10", Role.ROLE_DECODE, transport="rc_mlx5,cuda_ipc")
+    worker.load.num_blocks, worker.load.unread_blocks = 1000, 100
+    status.workers.add(worker=worker)
+    page = io.StringIO()
+    status_command.show(Console(file=page, width=width), status, as_json=False)
+    assert worker.address in page.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+async def test_watching_goes_on_after_the_gateway_was_away(
+    until: Any, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(status_command, "_WATCH_S", 0.01)
+    page, errors = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", errors)
+    console = Console(file=page, force_terminal=is_terminal, width=160)
+    server, port = await bare_door("first", 0)
+    address = f"127.0.0.1:{port}"
+    watching = asyncio.create_task(status_command.watch(address, console, False))
+    await until(lambda: "first" in page.getvalue())
+    await server.stop(None)
+    told = page if is_terminal else errors
+    await until(lambda: "Asking again" in told.getvalue())
+    assert f"no gateway answers at '{address}'" in told.getvalue()
+    server, _ = await bare_door("second", port)
+    await until(lambda: "second" in page.getvalue())
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await server.stop(None)
+    assert errors.getvalue().count("Asking again") == (0 if is_terminal else 1), "said once"
+
+
+async def bare_door(model: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """An operator's door that tells no more than a model's name; 0 takes a free port."""
+
+    class Door(ClusterServicer):
+        async def GetStatus(self, request: Any, context: Any) -> cluster.ClusterStatus:
+            return cluster.ClusterStatus(model=model)
+
+    server = grpc.aio.server()
+    add_ClusterServicer_to_server(Door(), server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return server, bound
+
+
 def test_watching_shows_the_time_in_between_beside_the_whole() -> None:
     before = cluster.GatewayStatus(uptime_s=10, output_tokens=100, requests={"OK": 4})
     before.first_token.count, before.first_token.sum_s = 4, 4.0
@@ -166,10 +247,10 @@ def test_nothing_served_is_said_without_dividing_by_nothing() -> None:
 def test_a_gateway_that_was_started_again_is_not_compared_with_itself() -> None:
     before = cluster.ClusterStatus(gateway=cluster.GatewayStatus(gateway_id="a", output_tokens=9))
     now = cluster.ClusterStatus(gateway=cluster.GatewayStatus(gateway_id="b", output_tokens=1))
-    assert "since then" not in shown(now, before)
+    assert "last interval" not in shown(now, before)
     now.gateway.gateway_id = "a"
     now.gateway.output_tokens = 10
-    assert "since then" in shown(now, before)
+    assert "last interval" in shown(now, before)
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--watch"], ["scale", "prefill=2"]])
@@ -207,7 +288,7 @@ async def test_a_refused_size_is_one_line_with_value_limit_and_way_out(serving: 
         (["prefill=two"], "prefill is 'two'"),
         (["decode=-1"], "decode is '-1'"),
         (["decode=99999999999"], "decode is '99999999999'"),
-        (["decode=1", "decode=2"], "must be given once"),
+        (["decode=1", "decode=2"], "it must be one size for decode"),
     ],
 )
 def test_words_that_are_no_sizes_are_named(words: list[str], said: str) -> None:

@@ -26,6 +26,8 @@ def _logging_as_it_was() -> Iterator[None]:
             handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+    for name in ("grpc", "asyncio"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def messages(text: str) -> list[str]:
@@ -73,6 +75,22 @@ def test_lines_go_to_the_stream_and_the_file_once_each(tmp_path: Path) -> None:
     logging.getLogger("a.b").warning("yes")
     assert messages(stream.getvalue()) == ["yes"]
     assert messages((tmp_path / "new" / "folder" / "decode-0.1.jsonl").read_text()) == ["yes"]
+
+
+def test_debug_lines_of_grpc_and_asyncio_are_left_out() -> None:
+    stream = io.StringIO()
+    configure_logging("debug", "gateway", stream)
+    for name in ("grpc._cython.cygrpc", "asyncio", "control_plane.gateway"):
+        logging.getLogger(name).debug("detail of %s", name)
+        logging.getLogger(name).warning("trouble of %s", name)
+    assert messages(stream.getvalue()) == [
+        "trouble of grpc._cython.cygrpc",
+        "trouble of asyncio",
+        "detail of control_plane.gateway",
+        "trouble of control_plane.gateway",
+    ]
+    configure_logging("error", "gateway", stream)
+    assert not logging.getLogger("asyncio").isEnabledFor(logging.WARNING)
 
 
 def test_a_file_is_put_aside_when_it_is_full(

@@ -133,8 +133,19 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x"}],
             "response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
-     "max_tokens"),
+     "max_completion_tokens"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 2**32])
+async def test_a_wrong_number_of_tokens_is_answered_with_the_one_range(
+    open_door: Any, wrong: int
+) -> None:
+    async with open_door() as d:
+        answer = await d.post(COMPLETIONS, prompt="x", max_tokens=wrong)
+        assert answer.error["message"] == (
+            f"max_tokens is {wrong}; it must be a whole number from 1 to 4294967295."
+        )
 
 
 async def test_bad_fields_are_400_with_their_name_and_the_next_request_works(
