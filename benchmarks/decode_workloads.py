@@ -7,6 +7,7 @@ import math
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -118,8 +119,10 @@ def prompts_of(workload: Workload, count: int, vocab_size: int) -> list[list[int
     return prompts[:count]
 
 
+@cache
 def docstring_tokens() -> list[int]:
-    """All docstrings of this repository, longest first, as one run of the embedded model's ids."""
+    """All docstrings of this repository, longest first, as one run of the embedded model's ids;
+    read once, so that an edit during a run changes no prompt."""
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     return [token for text in _docstrings() for token in tokenizer.encode(text).ids]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hocket.commands.generate import GenerateOptions, ask, build_request, closing_line, write_now
-from hocket.commands.up import Interrupted, Progress, interruptible, running_cluster, serving_table
+from hocket.commands.up import Interrupted, Progress, interruptible, running_cluster, show_serving
 from hocket.config import EMBEDDED_MODEL, load_config
 from hocket.errors import HocketError
 from hocket.rpc.clients import GenerationClient
@@ -52,7 +52,7 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
             interruptible() as signals,
             running_cluster(config, progress, signals, verbose=verbose) as (_, serving),
         ):
-            console.print(serving_table(config, serving))
+            show_serving(console, config, serving)
             asyncio.run(_ask_all(serving.gateway_address, console))
             if config.model.path == EMBEDDED_MODEL:
                 console.print(f"[dim]{_NOTE}[/]\n", soft_wrap=True)

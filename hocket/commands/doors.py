@@ -24,10 +24,10 @@ class Door:
     question: str
 
 
-GENERATION = Door("gateway's door for requests", "gateway.port (50051)", "serving there")
+GENERATION = Door("gateway's door for requests", "gateway.port (50051 by default)", "serving there")
 OPERATOR = Door(
     "operator's door",
-    "gateway.admin_port (50052)",
+    "gateway.admin_port (50052 by default)",
     "serving, with its operator's door there (gateway.admin_port)",
 )
 

@@ -27,6 +27,8 @@ from hocket.errors import HocketError
 from hocket.logs import also_in_file
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Of the table of what listens where, in characters: the least its last column gets, and a gap.
+_LAST_COLUMN, _GAP = 22, 2
 
 
 class Interrupted(BaseException):
@@ -135,8 +137,21 @@ def running_cluster(
         progress.done()
 
 
-def serving_table(config: Config, serving: Serving) -> Table:
-    """What listens where."""
+def show_serving(console: Console, config: Config, serving: Serving) -> None:
+    """Prints what listens where. Addresses and folders, which are copied, are never folded: where
+    the terminal is too narrow for them, lines are too long."""
+    table = _serving_table(config, serving)
+    *firm, _ = table.columns
+    needed = _LAST_COLUMN
+    for column in firm:
+        column.no_wrap = True
+        needed += max(len(str(cell)) for cell in column.cells) + _GAP
+    if needed > console.width:
+        table.width = needed
+    console.print(table, crop=False)
+
+
+def _serving_table(config: Config, serving: Serving) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("what", "address", "holds"):
         table.add_column(column, overflow="fold")
@@ -189,7 +204,7 @@ def run(path: Path | None, overrides: Sequence[str], *, verbose: bool) -> int:
             ),
             also_in_file("up", serving.log_folder),
         ):
-            console.print(serving_table(config, serving))
+            show_serving(console, config, serving)
             program = called_as(sys.argv[0], is_on_path=which("hocket") is not None)
             console.print(
                 f'\nServing. Try: {program} generate "Return the" --address '

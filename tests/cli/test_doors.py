@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from control_plane.cluster.cluster import Serving
 from hocket.cli import app
 from hocket.commands.doors import OPERATOR, cause, check_address, explained
-from hocket.commands.up import called_as
+from hocket.commands.up import called_as, show_serving
+from hocket.config import load_config
 from hocket.errors import HocketError, InvalidRequest, WorkerUnavailable
 from hocket.rpc.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
 from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
@@ -94,7 +98,7 @@ def test_a_request_to_the_operators_door_is_told_the_other() -> None:
     with grpc_door(is_for_requests=False) as address:
         assert said(GENERATE, address) == (
             f"error: {address} answers, but is no gateway's door for requests; "
-            "that is gateway.port (50051).\n"
+            "that is gateway.port (50051 by default).\n"
         )
 
 
@@ -103,7 +107,7 @@ def test_an_operator_at_the_door_for_requests_is_told_the_other(command: list[st
     with grpc_door(is_for_requests=True) as address:
         assert said(command, address) == (
             f"error: {address} answers, but is no operator's door; "
-            "that is gateway.admin_port (50052).\n"
+            "that is gateway.admin_port (50052 by default).\n"
         )
 
 
@@ -158,6 +162,23 @@ def test_grpcs_own_lines_stay_off_the_terminal() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("NONE\n", "")
+
+
+@pytest.mark.parametrize("folder", ["/tmp/hk-x/logs", "/tmp/" + "long/" * 20])
+def test_what_is_copied_from_the_table_of_up_is_never_folded(folder: str) -> None:
+    serving = Serving(
+        gateway_address="127.0.0.1:50051",
+        http_address="127.0.0.1:8000",
+        admin_address="127.0.0.1:50052",
+        metrics_address="127.0.0.1:43126",
+        redis_url="unix:///tmp/hk-zncn5pln/valkey.sock",
+        log_folder=folder,
+        workers=(),
+    )
+    page = io.StringIO()
+    show_serving(Console(file=page, width=80), load_config(None), serving)
+    for text in (serving.redis_url, "http://127.0.0.1:43126/metrics", folder, "gateway ", "a file"):
+        assert text in page.getvalue()
 
 
 @pytest.mark.parametrize(
