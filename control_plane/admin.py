@@ -193,10 +193,12 @@ def checked_sizes(
     sizes: dict[Role, int | None] = {}
     for role in Role:
         if request.HasField(role.value):
+            size = getattr(request, role.value)
             if role not in limits:
                 way_out = f"`hocket up` was started with {role.value}.workers = 0."
-                raise InvalidRequest(role.value, "set", "left out: there is no such pool", way_out)
-            sizes[role] = _checked_size(role, getattr(request, role.value), limits[role])
+                asked = "auto" if size.WhichOneof("size") == "auto" else size.workers
+                raise InvalidRequest(role.value, asked, "left out: there is no such pool", way_out)
+            sizes[role] = _checked_size(role, size, limits[role])
     if not sizes:
         raise InvalidRequest("sizes", None, "prefill=N, decode=N or both; N may be auto")
     return sizes

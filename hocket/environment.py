@@ -140,8 +140,10 @@ def log_ucx_to(folder: Path) -> None:
 
 
 def ucx_log_file() -> str:
-    """UCX_LOG_FILE as this process was given it; "" without."""
-    return os.environ.get("UCX_LOG_FILE", "")
+    """UCX_LOG_FILE as this process was given it; "" without, or when its folder is not there: UCX
+    would abort the process for that."""
+    named = os.environ.get("UCX_LOG_FILE", "")
+    return named if named and Path(named).parent.is_dir() else ""
 
 
 def _ucx_log(folder: Path) -> str:

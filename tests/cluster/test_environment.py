@@ -60,3 +60,6 @@ def test_without_a_folder_the_process_names_its_own(
     monkeypatch.setenv("UCX_LOG_FILE", "")
     environment.log_ucx_to(tmp_path)
     assert Path(environment.ucx_log_file()).parent == tmp_path
+    # UCX aborts a process whose log cannot be opened: a folder that is gone counts as none.
+    environment.log_ucx_to(tmp_path / "gone")
+    assert environment.ucx_log_file() == ""

@@ -18,7 +18,9 @@ from tests.cluster import memory_entry
 
 
 @pytest.fixture
-def redis_settings() -> Iterator[RedisSettings]:
+def redis_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisSettings]:
+    # An actor sets it for the whole process, which is this one here.
+    monkeypatch.setenv("UCX_LOG_FILE", "")
     with ValkeyServer() as server:
         # The poll is half a minute away: what is seen sooner was told.
         yield RedisSettings(url=server.connection_url, renew_s=30.0, lease_s=60.0)
