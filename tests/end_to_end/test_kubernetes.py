@@ -37,12 +37,14 @@ _RAY: dict[str, Any] = {"object_store_memory": 80 * 2**20, "include_dashboard": 
 class Nodes:
     """A Ray cluster whose nodes, but for the head, are pods: each has its pod's address."""
 
-    def __init__(self, kuberay: KubeRay) -> None:
+    def __init__(self, kuberay: KubeRay, folder: Path) -> None:
+        """`folder` is for Ray's files."""
         environment.prepare_ray()
         from ray.cluster_utils import Cluster as RayCluster
 
         self._ray = RayCluster()
-        self._ray.add_node(num_cpus=1, node_ip_address="127.0.0.1", **_RAY)
+        self._options = {**_RAY, "temp_dir": str(folder)}
+        self._ray.add_node(num_cpus=1, node_ip_address="127.0.0.1", **self._options)
         self._nodes: dict[str, Any] = {}
         kuberay.on_run, kuberay.on_kill = self._run, self._kill
         self.address: str = self._ray.address
@@ -55,7 +57,7 @@ class Nodes:
                 num_cpus=4,
                 node_ip_address=pod["status"]["podIP"],
                 labels={"hocket.pool": group},
-                **_RAY,
+                **self._options,
             )
 
     def _kill(self, pod: dict[str, Any]) -> None:
@@ -74,7 +76,7 @@ class World:
         self.server.put("rayclusters", ray_cluster())
         self.server.put("leases", empty_lease())
         self.kuberay = KubeRay(self.server, rng=random.Random(0))
-        self.nodes = Nodes(self.kuberay)
+        self.nodes = Nodes(self.kuberay, folder)
         self.store = StoreProcess(folder)
         self.url = store_url(folder)
         self.kuberay.reconcile()
