@@ -128,6 +128,9 @@ class AllToAllDispatcher:
         self._group = group
         self._placement = placement
         self._experts = placement.experts_of(group.rank)
+        # Of each rank; and of this one, as often as there are ranks that send rows to it.
+        self._counts_G = placement.counts()
+        self._own_G = [len(self._experts)] * group.size
 
     def experts_here(self, num_experts: int) -> range:
         assert num_experts == self._placement.num_experts, num_experts
@@ -138,10 +141,9 @@ class AllToAllDispatcher:
     ) -> ExpertRows:
         order_N = experts_TK.reshape(-1).argsort(stable=True)
         counts_E = torch.bincount(experts_TK.reshape(-1), minlength=self._placement.num_experts)
-        per_rank = self._placement.counts()
-        sent = [int(part.sum()) for part in counts_E.split(per_rank)]
-        own = [len(self._experts)] * self._group.size
-        counts_GL = self._group.all_to_all(counts_E, own, per_rank).view(self._group.size, -1)
+        sent = [int(part.sum()) for part in counts_E.split(self._counts_G)]
+        counts_GL = self._group.all_to_all(counts_E, self._own_G, self._counts_G)
+        counts_GL = counts_GL.view(self._group.size, -1)
         received = counts_GL.sum(1).tolist()
         tokens_N = order_N.div(experts_TK.shape[1], rounding_mode="floor")
         arrived_MH = self._group.all_to_all(hidden_TH.index_select(0, tokens_N), received, sent)
