@@ -19,12 +19,14 @@ def refuse_nan(
 ) -> None:
     """Raises InternalError on NaN; sequence i has `row_counts[i]` of the rows.
 
-    First the blocks of the sequences at fault are zeroed: blocks are used again as they are, and
-    zero times NaN would reach their next owner through the mask.
+    First the blocks of the sequences at fault are condemned: the prefix index forgets them, and
+    they are zeroed once nobody holds them, because blocks are used again as they are, and zero
+    times NaN would reach their next owner through the mask. Not before: another sequence that
+    shares one must meet the NaN too, it would go on with zeros in silence.
     """
     if not bool(hidden_TH.amax().isnan()):
         return
     for rows, block_table in zip(hidden_TH.split(list(row_counts)), block_tables, strict=True):
         if bool(rows.isnan().any()):
-            cache.storage[list(block_table)] = 0
+            cache.pool.condemn(block_table, cache.clear_block)
     raise InternalError("the model computed NaN; its weights or a hand-off are damaged")

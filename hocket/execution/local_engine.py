@@ -3,20 +3,22 @@
 It is the reference that the disaggregated path must equal token for token, and what benchmarks
 drive. It shares `ModelRunner` with the workers and keeps only the plainest continuous batching: a
 request is admitted when blocks for its prompt and whole output are free, prompts are computed in
-chunks, everything that is prefilled decodes together.
+chunks, everything that is prefilled decodes together. With a prefix cache a prompt starts behind
+the blocks that earlier requests computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hocket.errors import InvalidRequest
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.speculation import DraftSource, MTPDraftSource
 from hocket.kv.paged_cache import PagedCache
+from hocket.kv.prefix_cache import NoPrefixCache, Prefix, PrefixCache, PrefixCaching
 from hocket.model.transformer import Transformer
 from hocket.types import (
     FinishReason,
@@ -30,13 +32,15 @@ from hocket.types import (
 
 @dataclass(frozen=True, slots=True)
 class LocalRequest:
-    """One prompt. `num_drafts` None takes the engine's; `key` names it for a draft source."""
+    """One prompt. `num_drafts` None takes the engine's; `key` names it for a draft source; requests
+    of different `tenant_salt` share no cached prefix."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     stopping: StoppingParams
     num_drafts: int | None = None
     key: RequestKey | None = None
+    tenant_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class _Running:
     index: int
     sequence: Sequence
     num_drafts: int
-    logprobs: list[TokenLogprobs]
+    prefix: Prefix
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -68,6 +73,7 @@ class LocalEngineLimits:
     num_drafts: int = 0
     max_batch: int = 32
     chunk_tokens: int = 512
+    prefix_cache: bool = False
 
 
 class LocalEngine:
@@ -88,6 +94,9 @@ class LocalEngine:
         if draft_source is None and self.limits.num_drafts > 0:
             draft_source = MTPDraftSource(model, self.cache)
         self.runner = ModelRunner(model, self.cache, draft_source)
+        self.prefixes: PrefixCaching = NoPrefixCache()
+        if self.limits.prefix_cache:
+            self.prefixes = PrefixCache(self.cache.pool, "", self.cache.layout.block_tokens)
 
     def generate(self, requests: Seq[LocalRequest]) -> list[LocalResult]:
         """Run all requests to their end; results in the order of the requests.
@@ -101,12 +110,13 @@ class LocalEngine:
         results: dict[int, LocalResult] = {}
         while waiting or running:
             while waiting and len(running) < self.limits.max_batch:
-                index, request = waiting[0]
-                if self._num_blocks(request) > self.cache.pool.num_free:
+                admitted = self._admit(*waiting[0])
+                if admitted is None:
                     break
                 waiting.popleft()
-                running.append(self._admit(index, request))
+                running.append(admitted)
             self._step(running)
+            self._share_complete_blocks(running)
             for request in [r for r in running if r.finish_reason is not None]:
                 running.remove(request)
                 self.cache.pool.free(request.sequence.block_table)
@@ -156,17 +166,33 @@ class LocalEngine:
         if tokens > limit:
             raise InvalidRequest("prompt + max_tokens", tokens, f"at most {limit} tokens")
 
-    def _admit(self, index: int, request: LocalRequest) -> _Running:
+    def _admit(self, index: int, request: LocalRequest) -> _Running | None:
+        """Takes blocks for prompt and output, cached ones first; None when too few are free."""
+        pool, size = self.cache.pool, self.cache.layout.block_tokens
+        prefix = self.prefixes.prefix(request.token_ids, request.tenant_salt)
+        num_new = self._num_blocks(request) - self.prefixes.count_hits(prefix)
+        if num_new + self.prefixes.count_free(prefix) > pool.num_free:
+            return None
+        shared = self.prefixes.claim(prefix)
         sequence = Sequence(
             key=request.key or RequestKey(f"local-{index}"),
             token_ids=list(request.token_ids),
             prompt_tokens=len(request.token_ids),
             sampling=request.sampling,
             stopping=request.stopping,
-            block_table=self.cache.pool.allocate(self._num_blocks(request)),
+            block_table=shared + pool.allocate(num_new),
+            num_computed=max(0, len(shared) * size - 1),
+            num_shared=len(shared) * size,
         )
         num_drafts = self.limits.num_drafts if request.num_drafts is None else request.num_drafts
-        return _Running(index, sequence, num_drafts, [])
+        return _Running(index, sequence, num_drafts, prefix)
+
+    def _share_complete_blocks(self, running: list[_Running]) -> None:
+        for request in running:
+            sequence = request.sequence
+            self.prefixes.index(
+                request.prefix, sequence.token_ids, sequence.block_table, sequence.num_complete
+            )
 
 
 def _result(request: _Running) -> LocalResult:
@@ -179,6 +205,7 @@ def _result(request: _Running) -> LocalResult:
         usage=Usage(
             prompt_tokens=sequence.prompt_tokens,
             output_tokens=sequence.output_tokens,
+            cached_tokens=max(0, sequence.num_shared - 1),
             drafts=sequence.drafts,
         ),
     )

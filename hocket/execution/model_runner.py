@@ -85,13 +85,15 @@ class ModelRunner:
         A first token is appended to its sequence, whose `pending_hidden` becomes [1, H].
         """
         parts: list[SequenceInput] = []
+        num_shared = [chunk.sequence.num_shared for chunk in chunks]
         for chunk in chunks:
             sequence, first = chunk.sequence, chunk.sequence.num_computed
             end = first + chunk.num_tokens
             assert 0 < chunk.num_tokens <= sequence.num_tokens - first, (chunk.num_tokens, first)
+            assert first >= sequence.num_shared - 1, (first, sequence.num_shared)
             self._assert_capacity(sequence, min(end + 1, sequence.num_tokens))
             parts.append((sequence.token_ids[first:end], first, sequence.block_table))
-        hidden_TH = self._forward(parts)
+        hidden_TH = self._forward(parts, num_shared)
         if self.model.has_mtp:
             self._write_mtp_entries(chunks, hidden_TH)
 
@@ -157,6 +159,7 @@ class ModelRunner:
         positions: list[int] = []
         for sequence, proposed in zip(sequences, drafts, strict=True):
             assert sequence.is_prefilled, (sequence.key, sequence.num_computed)
+            assert sequence.num_computed >= sequence.num_shared, (sequence.key, sequence.num_shared)
             self._assert_capacity(sequence, sequence.num_tokens + len(proposed))
             tokens = [sequence.token_ids[-1], *proposed]
             parts.append((tokens, sequence.num_computed, sequence.block_table))
@@ -181,7 +184,7 @@ class ModelRunner:
             span = spans[i]
             tokens = sampled[span.start : span.stop]
             num_emitted, reason = append_until_finished(sequence, tokens)
-            self._commit(sequence, hidden_TH[span.start : span.start + num_emitted], reason)
+            self._commit(sequence, hidden_TH[span.start : span.start + num_emitted])
             num_accepted = min(accepted[i], num_emitted)
             sequence.drafts = sequence.drafts.add_step(len(drafts[i]), num_accepted, num_emitted)
             outputs.append(
@@ -215,9 +218,9 @@ class ModelRunner:
         pairs = zip(sequences, num_drafts, strict=True)
         return [min(wanted, self.draft_limit(sequence)) for sequence, wanted in pairs]
 
-    def _forward(self, parts: list[SequenceInput]) -> Tensor:
+    def _forward(self, parts: list[SequenceInput], num_shared: Seq[int] | None = None) -> Tensor:
         """One main pass, [T, H]. Raises InternalError on NaN."""
-        inputs = StepInputs.build(parts, self.cache.device)
+        inputs = StepInputs.build(parts, self.cache.device, num_shared)
         hidden_TH = self._passes.forward(inputs, self.cache)
         refuse_nan(hidden_TH, inputs.query_lengths, inputs.host_block_tables, self.cache)
         return hidden_TH
@@ -259,10 +262,11 @@ class ModelRunner:
         found = self.sampler.logprobs(logits_NV[rows_N], sampled_N[rows_N], list(wanted.values()))
         return dict(zip(wanted, found, strict=True))
 
-    def _commit(self, sequence: Sequence, hidden_EH: Tensor, reason: FinishReason | None) -> None:
-        """Count the slots behind the emitted tokens as computed; keep their hidden states."""
+    def _commit(self, sequence: Sequence, hidden_EH: Tensor) -> None:
+        """Count the slots behind the emitted tokens as computed; keep their hidden states. Those of
+        a finished output, too: they say which MTP entries its blocks lack."""
         sequence.num_computed += hidden_EH.shape[0]
-        if self._draft_source is None or reason is not None:
+        if self._draft_source is None:
             sequence.pending_hidden = None
         elif sequence.pending_hidden is None:
             sequence.pending_hidden = hidden_EH
@@ -276,6 +280,7 @@ class ModelRunner:
         row = 0
         for chunk in chunks:
             sequence, first_slot = chunk.sequence, chunk.sequence.num_computed + 1
+            assert first_slot >= sequence.num_shared, (first_slot, sequence.num_shared)
             tokens = sequence.token_ids[first_slot : first_slot + chunk.num_tokens]
             if tokens:
                 parts.append((tokens, first_slot, sequence.block_table))

@@ -8,8 +8,16 @@ of which the first c = `num_computed` have KV:
                   number of rows of `pending_hidden`: h_{c-m} .. h_{c-1}, whose MTP entries wait
     [c, n)        tokens not yet computed: the rest of the prompt, or the one token that the last
                   step emitted (c = n - 1 whenever the sequence decodes)
+    [0, s)        s = `num_shared`: slots of blocks that other requests may read too; never written
+    [0, x)        x = `num_complete`: slots that hold all a block is shared for, main and MTP
 
 Draft steps write MTP slots and main slots at and beyond c; those bytes never count.
+
+A prefix hit of f blocks starts with s = f * block_tokens and c = s - 1: slot s - 1 is valid, but
+its token is computed once more, for the hidden state that the next token and the MTP entry of slot
+s are made from. Its own entry is not written again: outside of batch-invariant mode it may have
+other bits, and others are reading the block. A hit whose hidden state came with a hand-off starts
+at c = n - 1 like any imported prompt.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ class Sequence:
     stopping: StoppingParams
     block_table: list[int]
     num_computed: int = 0
+    num_shared: int = 0
     pending_hidden: Tensor | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
@@ -44,6 +53,7 @@ class Sequence:
         assert 0 < self.prompt_tokens <= tokens, (self.prompt_tokens, tokens)
         assert 0 <= self.num_computed < tokens, (self.num_computed, tokens)
         assert self.num_pending <= self.num_computed, (self.num_pending, self.num_computed)
+        assert self.num_shared <= self.num_computed + 1, (self.num_shared, self.num_computed)
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +71,16 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         return 0 if self.pending_hidden is None else self.pending_hidden.shape[0]
+
+    @property
+    def num_complete(self) -> int:
+        """x: slots [0, x) are complete in all layers, so blocks wholly inside may be shared.
+
+        A worker that never drafts writes no MTP entries of its output and keeps no hidden states:
+        its blocks lack them, but are shared with requests of the same worker only, which never
+        draft either.
+        """
+        return min(self.num_computed, self.num_computed - self.num_pending + 1)
 
     @property
     def is_prefilled(self) -> bool:

@@ -136,6 +136,7 @@ class MTPDraftSource:
         for sequence in sequences:
             assert sequence.pending_hidden is not None, sequence.key
             first_slot = sequence.num_computed - sequence.num_pending + 1
+            assert first_slot >= sequence.num_shared, (first_slot, sequence.num_shared)
             parts.append((sequence.token_ids[first_slot:], first_slot, sequence.block_table))
             hidden.append(sequence.pending_hidden)
             sequence.pending_hidden = None

@@ -134,16 +134,22 @@ class AttentionPlan:
 
 
 def write_rows(inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
-    """Cache row of every token, int64 [T]."""
+    """Cache row that every token writes, int64 [T]; the scratch row where its slot is shared."""
     size, stride = cache.layout.block_tokens, cache.block_stride_rows
     rows: list[int] = []
-    for table, first, length in zip(
-        inputs.host_block_tables, inputs.first_positions, inputs.query_lengths, strict=True
+    for table, first, length, num_shared in zip(
+        inputs.host_block_tables,
+        inputs.first_positions,
+        inputs.query_lengths,
+        inputs.num_shared,
+        strict=True,
     ):
         assert len(table) * size >= first + length, (
             f"block table of {len(table)} blocks ends before slot {first + length - 1}"
         )
-        rows += [table[p // size] * stride + p % size for p in range(first, first + length)]
+        own = range(max(first, num_shared), first + length)
+        rows += [cache.scratch_row] * (length - len(own))
+        rows += [table[p // size] * stride + p % size for p in own]
     return torch.tensor(rows, dtype=torch.int64, device=inputs.positions.device)
 
 

@@ -22,8 +22,9 @@ SequenceInput = tuple[Sequence[int], int, Sequence[int]]
 class StepInputs:
     """A flat batch. Tensors are int64 on the model's device; tuples are the host's copy.
 
-    A token at position p of its sequence writes slot p, then attends slots 0..p. Tokens of one
-    sequence are neighbours, in order of position. Positions are absolute.
+    A token at position p of its sequence writes slot p, then attends slots 0..p. A slot that is
+    shared is not written: its token attends the entry that is there. Tokens of one sequence are
+    neighbours, in order of position. Positions are absolute.
     """
 
     token_ids: torch.Tensor
@@ -39,6 +40,8 @@ class StepInputs:
     first_positions: tuple[int, ...]
     """Position of each sequence's first query token."""
     host_block_tables: tuple[Sequence[int], ...]
+    num_shared: tuple[int, ...]
+    """Slots at the start of each sequence that lie in shared blocks."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,11 +57,17 @@ class StepInputs:
         )
 
     @staticmethod
-    def build(sequences: list[SequenceInput], device: torch.device | str) -> StepInputs:
+    def build(
+        sequences: list[SequenceInput],
+        device: torch.device | str,
+        num_shared: Sequence[int] | None = None,
+    ) -> StepInputs:
         """From (token ids, first position, block table) per sequence; none may be empty.
 
-        The block table must cover every slot up to the last query token's."""
+        The block table must cover every slot up to the last query token's. `num_shared`, one per
+        sequence, None for no shared block anywhere."""
         assert sequences, "a step needs a sequence"
+        assert num_shared is None or len(num_shared) == len(sequences), (num_shared, len(sequences))
         token_ids: list[int] = []
         positions: list[int] = []
         sequence_ids: list[int] = []
@@ -79,6 +88,7 @@ class StepInputs:
             query_lengths=tuple(len(tokens) for tokens, _, _ in sequences),
             first_positions=tuple(first for _, first, _ in sequences),
             host_block_tables=tables,
+            num_shared=(0,) * len(sequences) if num_shared is None else tuple(num_shared),
         )
 
     def last_rows(self) -> torch.Tensor:
@@ -97,4 +107,5 @@ class StepInputs:
             query_lengths=(1,) * len(self.query_lengths),
             first_positions=tuple(length - 1 for length in self.context_lengths),
             host_block_tables=self.host_block_tables,
+            num_shared=self.num_shared,
         )

@@ -280,7 +280,6 @@ def test_drafts_behind_the_end_of_an_output_do_not_count_as_accepted(model: Tran
     assert output.finish_reason is FinishReason.STOP
     assert output.num_accepted == len(output.token_ids) < output.num_drafted
     assert sequence.num_computed == sequence.num_tokens - 1
-    assert sequence.pending_hidden is None
 
 
 def test_logprobs_are_given_only_where_they_were_asked_for(model: Transformer) -> None:

@@ -54,3 +54,22 @@ def test_the_pool_covers_the_cache_and_memory_is_page_aligned(cache: PagedCache)
     assert cache.base_address % 4096 == 0
     assert cache.storage.is_contiguous()
     assert cache.storage.shape == (6, cache.layout.block_bytes)
+
+
+def test_the_scratch_row_lies_behind_every_block_in_every_layer(cache: PagedCache) -> None:
+    """So what is written there reaches neither a block nor what a transfer registers."""
+    layout = cache.layout
+    for layer in range(layout.num_layers):
+        row = cache.layer_rows(layer)[cache.scratch_row]
+        row.fill_(1.0)
+        end = cache.base_address + cache.num_blocks * layout.block_bytes
+        assert row.data_ptr() == end + layout.layer_offset(layer)
+        assert cache.layer_view(layer).shape[0] == cache.num_blocks
+    assert cache.storage.count_nonzero() == 0
+    assert cache.storage.nbytes == cache.num_blocks * layout.block_bytes
+
+
+def test_a_cleared_block_is_zero_and_its_neighbours_stay(cache: PagedCache) -> None:
+    cache.storage.fill_(0xFF)
+    cache.clear_block(2)
+    assert cache.storage.any(1).tolist() == [True, True, False, True, True, True]
