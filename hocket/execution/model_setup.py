@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hocket import environment
 from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import ConfigError
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.passes import GroupPasses, take_part_in
 from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.layout import KVLayout
-from hocket.kv.nixl_agent import NixlOptions, RegisteredPool
+from hocket.kv.nixl_agent import RegisteredPool
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.weights import load_model, weights_digest
@@ -85,6 +84,7 @@ class ModelSetup:
             max_prompt_tokens=self.limits.max_prompt_tokens,
             max_draft_tokens=self.max_draft_tokens,
             has_mtp=self.runner.model.has_mtp,
+            has_prefix_cache=settings.pool.prefix_cache,
             group=settings.group.name if settings.group else "",
             rank=settings.group.rank if settings.group else 0,
             group_size=settings.group.size if settings.group else 1,
@@ -137,25 +137,6 @@ def set_up_model(
         block_tokens=layout.block_tokens,
     )
     return ModelSetup(runner, fingerprint, limits, max_draft_tokens, _synchronizer(device), rank)
-
-
-def nixl_options(settings: WorkerSettings) -> NixlOptions:
-    """How the worker's transfer uses NIXL.
-
-    Raises:
-        ConfigError: another backend is wanted, which only exists inside one process.
-    """
-    if settings.transfer.backend != "nixl":
-        raise ConfigError(
-            f"transfer.backend is {settings.transfer.backend!r}: that moves blocks inside one "
-            "process only; workers need 'nixl'.",
-            field="transfer.backend",
-        )
-    return NixlOptions(
-        cuda_version=torch.version.cuda or "",
-        tls=settings.transfer.tls,
-        ucx_log=environment.ucx_log_file(),
-    )
 
 
 def _device(settings: WorkerSettings) -> torch.device:

@@ -10,10 +10,21 @@ No threads, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hocket.kv.transfer import PoolDescription, ReadId, ReadResult, ReadState
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket.kv.checksum import checksums_of, find_damage
+from hocket.kv.transfer import (
+    PoolDescription,
+    ReadId,
+    ReadResult,
+    ReadState,
+    TransferCounters,
+)
 
 _IN_PROGRESS = ReadResult(ReadState.IN_PROGRESS)
 _FENCED = ReadResult(ReadState.FENCED)
@@ -29,6 +40,7 @@ class MemoryRead:
     slot: int
     remote_blocks: list[int]
     local_blocks: list[int]
+    checksums: Sequence[int] = ()
     num_copied: int = 0
     result: ReadResult = field(default=_IN_PROGRESS)
 
@@ -77,14 +89,14 @@ class MemoryFabric:
         read.num_copied = end
 
     def deliver(self, read: MemoryRead) -> None:
-        """Lands the rest, then reads the epoch, as it is now, and reports DONE."""
+        """Lands the rest, then reads the epoch, as it is now, and reports DONE, or CORRUPT."""
         self.copy(read)
         self.complete(read)
 
     def complete(self, read: MemoryRead) -> None:
-        """Reads the epoch, as it is now, and reports DONE, whatever has landed."""
+        """Reads the epoch, as it is now, and reports DONE, or CORRUPT, whatever has landed."""
         epoch = self._exporters[read.peer.agent].slot_epoch(read.slot)
-        self._end(read, ReadResult(ReadState.DONE, epoch=epoch))
+        self._end(read, read.importer.verify(read, epoch))
 
     def fail(self, read: MemoryRead, error: str = "remote disconnected") -> None:
         """Reports FAILED; what landed before stays."""
@@ -98,6 +110,24 @@ class MemoryFabric:
         self.reads.remove(read)
         read.result = result
         read.importer.on_end()
+
+
+class MemoryBlocks:
+    """`BlockBytes` of a pool that is a list of `bytes`, or of rows of an array on the host."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def read(self, block: int) -> NDArray[np.uint8]:
+        row = self._pool[block]
+        return np.frombuffer(row, np.uint8) if isinstance(row, bytes) else np.asarray(row)
+
+    def write(self, block: int, data: NDArray[np.uint8]) -> None:
+        row = self._pool[block]
+        if isinstance(row, bytes):
+            self._pool[block] = data.tobytes()
+        else:
+            np.asarray(row)[:] = data
 
 
 class MemoryExporter:
@@ -131,6 +161,9 @@ class MemoryExporter:
         self._epochs[slot] += 1
         return self._epochs[slot]
 
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return checksums_of(MemoryBlocks(self.pool), blocks)
+
     def close(self) -> None:
         self._fabric.remove_exporter(self._agent)
 
@@ -140,20 +173,33 @@ class MemoryImporter:
 
     def __init__(self, fabric: MemoryFabric, pool: list[bytes]) -> None:
         self.pool = pool
+        self.blocks = MemoryBlocks(pool)
+        self._counters = TransferCounters()
         self.num_rebuilds = 0
         self.on_end: Callable[[], None] = lambda: None
+        self.on_landed: Callable[[list[int]], None] = lambda _: None
         self.forgotten: list[str] = []
         self._fabric = fabric
         self._reads: dict[ReadId, MemoryRead] = {}
         self._has_read = False
 
+    @property
+    def counters(self) -> TransferCounters:
+        return self._counters
+
     def read_blocks(
-        self, peer: PoolDescription, slot: int, remote_blocks: list[int], local_blocks: list[int]
+        self,
+        peer: PoolDescription,
+        slot: int,
+        remote_blocks: list[int],
+        local_blocks: list[int],
+        checksums: Sequence[int] = (),
     ) -> ReadId:
         assert remote_blocks
         assert len(remote_blocks) == len(local_blocks), (remote_blocks, local_blocks)
         number = self._fabric.next_read_id()
-        read = MemoryRead(number, self, peer, slot, list(remote_blocks), list(local_blocks))
+        remote, local = list(remote_blocks), list(local_blocks)
+        read = MemoryRead(number, self, peer, slot, remote, local, tuple(checksums))
         self._reads[number] = read
         self._fabric.post(read)
         if self._fabric.is_automatic:
@@ -171,6 +217,17 @@ class MemoryImporter:
 
     def notify(self, on_end: Callable[[], None]) -> None:
         self.on_end = on_end
+
+    def notify_landed(self, on_landed: Callable[[list[int]], None]) -> None:
+        """As `NixlImporter`'s."""
+        self.on_landed = on_landed
+
+    def verify(self, read: MemoryRead, epoch: int) -> ReadResult:
+        """How a READ ends whose epoch was read."""
+        self.on_landed(read.local_blocks)
+        damage = find_damage(self.blocks, read.local_blocks, read.checksums)
+        state = ReadState.CORRUPT if damage else ReadState.DONE
+        return ReadResult(state, damage, epoch)
 
     def transport(self) -> str:
         return "memory" if self._has_read else ""

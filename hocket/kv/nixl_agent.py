@@ -46,12 +46,15 @@ class NixlOptions:
     `cuda_version` is torch's ("12.8", "13.0"; "" without CUDA) and picks the wheel. `tls` is what
     UCX was told: "auto", or "tcp" for nothing but TCP. `ucx_log` is UCX_LOG_FILE as UCX was given
     it (%p stands for the process id): with UCX_PROTO_INFO=y it holds the evidence of the transport
-    found (`hocket.kv.ucx_log`); "" without.
+    found (`hocket.kv.ucx_log`); "" without. `require` is `transfer.require`: "rdma" fails READs
+    that are found to come by anything else (`hocket.kv.transport`).
     """
 
     cuda_version: str = ""
     tls: str = "auto"
     ucx_log: str = ""
+    require: str = "any"
+    has_rdma_devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)

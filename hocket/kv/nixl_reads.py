@@ -1,10 +1,9 @@
 """The importer's thread: owns the import agent, the peers and the READs in flight.
 
 Comes from `hocket/kv/nixl_transfer.py`, which puts commands into `inbox` and takes results out.
-READs of one peer that wait together travel as one batch: a chain of posts, one after the other,
-first the blocks, then, once they are here, the epochs. Over RDMA, NVLink or within a host these are
-two posts; what may be TCP is cut, and such a peer is sent one post at a time
-(`hocket/kv/nixl_agent.py` says why). Which it is, UCX's log says after the first READ.
+READs travel in batches (`hocket/kv/nixl_batches.py`). After a peer's first one UCX's log says which
+transport that was: whether later ones have to be cut for TCP, and whether it is allowed at all
+(`hocket/kv/transport.py`). When a batch is here, its blocks' checksums are looked at.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from hocket.kv.checksum import find_damage
 from hocket.kv.nixl_agent import (
-    Fence,
-    Link,
     NixlAgent,
     NixlError,
     NixlOptions,
     Part,
     RegisteredPool,
-    cut_for_tcp,
     new_agent_name,
 )
-from hocket.kv.transfer import PoolDescription, ReadId, ReadResult, ReadState
+from hocket.kv.nixl_batches import Batch, Close, Command, Forget, Peer, Read, Rebuild
+from hocket.kv.pool_bytes import blocks_of
+from hocket.kv.transfer import ReadId, ReadResult, ReadState, TransferCounters
+from hocket.kv.transport import UNKNOWN, is_downgrade, is_tcp, why_not_read
 from hocket.kv.ucx_log import read_log_of_this_process, transports_in_log
 
 _logger = logging.getLogger(__name__)
@@ -43,88 +42,25 @@ _SPIN_S = 0.0002
 _LATE_SHARE = 1 / 16
 _SHORTEST_POLL_S = 0.00005
 _LONGEST_POLL_S = 0.002
-# READs that wait for the same peer are sent together up to here, so that none waits long.
-_BATCH_BYTES = 8 * 2**20
 # Results wait at most about this long for others to be told with.
 _TELL_AFTER_S = 0.001
 
 _FENCED = ReadResult(ReadState.FENCED)
 
 
-@dataclass(slots=True)
-class Read:
-    """A READ as it is asked for; `word` is where its epoch may land."""
-
-    id: ReadId
-    peer: PoolDescription
-    slot: int
-    remote_blocks: list[int]
-    local_blocks: list[int]
-    word: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop this peer once its READs have ended."""
-
-    agent: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuild:
-    """Destroy the agent and build a new one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Destroy the agent and end."""
-
-
-Command = Read | Forget | Rebuild | Close
-
-
-@dataclass(slots=True)
-class _Batch:
-    """READs on their way together. `handle` is the post in flight, 0 for none; `posts` are still to
-    come. The epoch of slot s lands in word `words[s]`."""
-
-    reads: list[Read]
-    words: dict[int, int]
-    posts: deque[Part | Fence]
-    handle: int = 0
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A connected peer and its READs, oldest first: `batches` are on their way. A broken one goes
-    when the last has ended."""
-
-    link: Link
-    waiting: deque[Read] = field(default_factory=deque[Read])
-    batches: list[_Batch] = field(default_factory=list[_Batch])
-    may_be_tcp: bool = True
-    is_judged: bool = False
-    is_broken: bool = False
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.waiting or self.batches)
-
-    @property
-    def takes_batch(self) -> bool:
-        """Whether the next READs may leave now."""
-        return bool(self.waiting) and not (self.may_be_tcp and self.batches)
-
-
 class ImportLoop:
     """`run` is the thread. `started` gets one item: the error of the start, or None. `on_end` is
-    called in that thread after results."""
+    called in that thread after results; before, `on_landed` for each READ whose blocks and epoch
+    are here, with its local blocks, in the moment before their checksums are looked at."""
 
     def __init__(self, bindings: Any, pool: RegisteredPool, options: NixlOptions) -> None:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.results: dict[ReadId, ReadResult] = {}
         self.started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self.on_end: Callable[[], None] = lambda: None
+        self.on_landed: Callable[[list[int]], None] = lambda _: None
+        self.blocks = blocks_of(pool)
+        self.counters = TransferCounters()
         self.transport = ""
         # The bug that ended the thread.
         self.crash: Exception | None = None
@@ -134,7 +70,9 @@ class ImportLoop:
         self._words = np.zeros(_NUM_WORDS, dtype=np.uint64)
         self._free_words = deque(range(_NUM_WORDS))
         self._agent: NixlAgent | None = None
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        # A peer came by a transport that is not allowed.
+        self._is_tainted = False
         self._last_move = 0.0
         # Results that `on_end` was not called for yet, and since when.
         self._has_news = False
@@ -158,6 +96,8 @@ class ImportLoop:
         while not self._take_commands(self._wait_s()):
             for peer in list(self._peers.values()):
                 self._advance_peer(peer)
+            if self._is_tainted:
+                self._rebuild()
             self._tell()
         self._destroy_agent()
         self._tell()
@@ -197,7 +137,7 @@ class ImportLoop:
             self._check(read)
             peer = self._peers.get(read.peer.agent)
             if peer is None:
-                peer = _Peer(self._nixl().connect(read.peer))
+                peer = Peer(self._nixl().connect(read.peer))
                 self._peers[read.peer.agent] = peer
         except NixlError as error:
             self._end(read, ReadResult(ReadState.FAILED, str(error)))
@@ -217,9 +157,9 @@ class ImportLoop:
         if not self._free_words:
             raise NixlError(f"{_NUM_WORDS} READs are in flight, the limit")
 
-    def _advance_peer(self, peer: _Peer) -> None:
+    def _advance_peer(self, peer: Peer) -> None:
         while peer.takes_batch:
-            peer.batches.append(self._new_batch(peer))
+            peer.batches.append(peer.take_batch(self._pool.block_bytes))
         for batch in list(peer.batches):
             try:
                 has_ended, error = self._advance(peer, batch), ""
@@ -236,29 +176,7 @@ class ImportLoop:
         if peer.is_broken and not peer.is_busy:
             self._drop(peer)
 
-    def _new_batch(self, peer: _Peer) -> _Batch:
-        """Takes READs that wait, up to _BATCH_BYTES, but always one. For chunks of one prompt, one
-        look at the epoch after the last of them is enough."""
-        reads, remote, local = list[Read](), list[int](), list[int]()
-        most_blocks = _BATCH_BYTES // self._pool.block_bytes
-        while peer.waiting:
-            read = peer.waiting[0]
-            if reads and len(local) + len(read.local_blocks) > most_blocks:
-                break
-            reads.append(peer.waiting.popleft())
-            remote += read.remote_blocks
-            local += read.local_blocks
-        words = {read.slot: read.word for read in reads}
-        posts = deque[Part | Fence]()
-        if peer.may_be_tcp:
-            posts += cut_for_tcp(remote, local, self._pool.block_bytes)
-            posts += [Fence([slot], [word]) for slot, word in words.items()]
-        else:
-            posts.append(Part(remote, local, in_pieces=False))
-            posts.append(Fence(list(words), list(words.values())))
-        return _Batch(reads, words, posts)
-
-    def _advance(self, peer: _Peer, batch: _Batch) -> bool:
+    def _advance(self, peer: Peer, batch: Batch) -> bool:
         """Posts as long as posts end at once; True when the last one did. Epochs are asked for only
         after the blocks' completion was seen: lanes are unordered."""
         agent = self._nixl()
@@ -275,12 +193,16 @@ class ImportLoop:
                 batch.handle = agent.read_epochs(peer.link, post)
         return False
 
-    def _result(self, batch: _Batch, read: Read, error: str) -> ReadResult:
+    def _result(self, batch: Batch, read: Read, error: str) -> ReadResult:
         if error:
             return ReadResult(ReadState.FAILED, error)
-        return ReadResult(ReadState.DONE, epoch=int(self._words[batch.words[read.slot]]))
+        epoch = int(self._words[batch.words[read.slot]])
+        self.on_landed(read.local_blocks)
+        damage = find_damage(self.blocks, read.local_blocks, read.checksums)
+        state = ReadState.CORRUPT if damage else ReadState.DONE
+        return ReadResult(state, damage, epoch)
 
-    def _release(self, batch: _Batch) -> None:
+    def _release(self, batch: Batch) -> None:
         """Frees the handle of a post that ended. If NIXL refuses, some memory is lost."""
         handle, batch.handle = batch.handle, 0
         try:
@@ -306,20 +228,36 @@ class ImportLoop:
 
     # Peers and the agent.
 
-    def _judge(self, peer: _Peer) -> None:
-        """After a peer's first READ: which transport was that?"""
+    def _judge(self, peer: Peer) -> None:
+        """After a peer's first READ: which transport was that? Raises NixlError when it is not
+        allowed."""
         if peer.is_judged:
             return
         peer.is_judged = True
-        if self._options.tls == "tcp":
-            self.transport = "tcp"
-            return
-        log = read_log_of_this_process(self._options.ucx_log)
-        found = transports_in_log(log, self._nixl().name, self._pool.memory)
-        self.transport = found or "unknown"
-        peer.may_be_tcp = not found or "tcp" in found.split("+")
+        options = self._options
+        found = "tcp" if options.tls == "tcp" else self._found_transport()
+        self.transport = found
+        peer.may_be_tcp = found == UNKNOWN or is_tcp(found)
+        if is_downgrade(found, options.tls, options.has_rdma_devices):
+            if not self.counters.downgraded_peers:
+                _logger.warning(
+                    "KV blocks come over TCP (%r) although this host has RDMA devices; "
+                    "transfer.require=rdma would refuse that.",
+                    found,
+                )
+            self.counters.downgraded_peers += 1
+        if why_not := why_not_read(found, options.require):
+            # UCX's account is of an agent, not of a peer: from now on it accuses this agent's later
+            # peers, too. A new agent has none.
+            self._is_tainted = True
+            self.counters.refused_reads += sum(len(batch.reads) for batch in peer.batches)
+            raise NixlError(why_not)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _found_transport(self) -> str:
+        log = read_log_of_this_process(self._options.ucx_log)
+        return transports_in_log(log, self._nixl().name, self._pool.memory) or UNKNOWN
+
+    def _drop(self, peer: Peer) -> None:
         """An error of NIXL's changes nothing: the peer is not used again under this link."""
         del self._peers[peer.link.agent]
         try:
@@ -337,6 +275,7 @@ class ImportLoop:
         return NixlAgent(self._bindings, new_agent_name("imp"), self._pool, self._words)
 
     def _rebuild(self) -> None:
+        self._is_tainted = False
         self._destroy_agent()
         try:
             self._nixl()

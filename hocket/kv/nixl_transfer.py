@@ -12,11 +12,12 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hocket.errors import InternalError
+from hocket.kv.checksum import checksums_of
 from hocket.kv.nixl_agent import (
     NixlAgent,
     NixlOptions,
@@ -24,8 +25,17 @@ from hocket.kv.nixl_agent import (
     load_bindings,
     new_agent_name,
 )
-from hocket.kv.nixl_reads import Close, Forget, ImportLoop, Read, Rebuild
-from hocket.kv.transfer import PoolDescription, ReadId, ReadResult, ReadState
+from hocket.kv.nixl_batches import Close, Forget, Read, Rebuild
+from hocket.kv.nixl_reads import ImportLoop
+from hocket.kv.pool_bytes import blocks_of
+from hocket.kv.transfer import (
+    BlockBytes,
+    PoolDescription,
+    ReadId,
+    ReadResult,
+    ReadState,
+    TransferCounters,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +58,7 @@ class NixlExporter:
         start = secrets.randbits(62)
         self._epochs = np.full(num_slots, start, dtype=np.uint64)
         self._lock = threading.Lock()
+        self._blocks = blocks_of(pool)
         bindings = load_bindings(options.cuda_version)
         self._agent: NixlAgent | None = NixlAgent(
             bindings, new_agent_name("exp"), pool, self._epochs
@@ -76,6 +87,9 @@ class NixlExporter:
             self._epochs[slot] += np.uint64(1)
             return int(self._epochs[slot])
 
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return checksums_of(self._blocks, blocks)
+
     def close(self) -> None:
         if self._agent is not None:
             self._agent.close()
@@ -103,15 +117,30 @@ class NixlImporter:
             self._thread.join()
             raise error
 
+    @property
+    def blocks(self) -> BlockBytes:
+        """The pool that it reads into."""
+        return self._loop.blocks
+
+    @property
+    def counters(self) -> TransferCounters:
+        return self._loop.counters
+
     def read_blocks(
-        self, peer: PoolDescription, slot: int, remote_blocks: list[int], local_blocks: list[int]
+        self,
+        peer: PoolDescription,
+        slot: int,
+        remote_blocks: list[int],
+        local_blocks: list[int],
+        checksums: Sequence[int] = (),
     ) -> ReadId:
         assert remote_blocks
         assert len(remote_blocks) == len(local_blocks), (remote_blocks, local_blocks)
         assert 0 <= min(local_blocks) <= max(local_blocks) < self._pool.num_blocks, local_blocks
         id = ReadId(next(self._numbers))
         self._in_flight.add(id)
-        self._loop.inbox.put(Read(id, peer, slot, list(remote_blocks), list(local_blocks)))
+        read = Read(id, peer, slot, list(remote_blocks), list(local_blocks), tuple(checksums))
+        self._loop.inbox.put(read)
         return id
 
     def poll(self, read: ReadId) -> ReadResult:
@@ -127,6 +156,11 @@ class NixlImporter:
 
     def notify(self, on_end: Callable[[], None]) -> None:
         self._loop.on_end = on_end
+
+    def notify_landed(self, on_landed: Callable[[list[int]], None]) -> None:
+        """From now on calls `on_landed`, in the importer's thread, with the local blocks of each
+        READ that has landed, before they are verified: where faults are injected."""
+        self._loop.on_landed = on_landed
 
     def transport(self) -> str:
         return self._loop.transport

@@ -1,7 +1,8 @@
 """A process that owns blocks and lets them be read: the far side of `nixl_reader.py`.
 
-Says how to read it in one JSON line, then does what stdin says ("bump SLOT", "cpu") and answers
-each with a line; ends when stdin does. Block b is filled with `pattern(seed, b)`.
+Says how to read it in one JSON line, then does what stdin says ("bump SLOT", "cpu", "sums BLOCK
+...", "spoil BLOCK") and answers each with a line; ends when stdin does. Block b is filled with
+`pattern(seed, b)`; "spoil" changes its last byte.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ class Blocks:
     def read(self) -> np.ndarray:
         return self._values if self.memory == "cpu" else self._tensor.cpu().numpy()
 
+    def spoil(self, block: int) -> None:
+        if self.memory == "cpu":
+            self._values[block, -1] ^= 0xFF
+        else:
+            self._tensor[block, -1] ^= 0xFF
+
     def fill(self, value: int) -> None:
         if self.memory == "cpu":
             self._values[:] = value
@@ -67,6 +74,11 @@ def main() -> None:
             print(exporter.bump_slot_epoch(int(words[1])), flush=True)
         elif words[0] == "cpu":
             print(time.process_time(), flush=True)
+        elif words[0] == "sums":
+            print(exporter.checksums([int(word) for word in words[1:]]), flush=True)
+        elif words[0] == "spoil":
+            blocks.spoil(int(words[1]))
+            print("done", flush=True)
     exporter.close()
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from typing import Any
 import numpy as np
 from nixl_owner import Blocks, pattern
 
+from hocket.kv.faults import FaultyImporter
 from hocket.kv.nixl_agent import NixlOptions
 from hocket.kv.nixl_transfer import NixlImporter
-from hocket.kv.transfer import PoolDescription, ReadId, ReadResult, ReadState
+from hocket.kv.self_read import read_own_block
+from hocket.kv.transfer import KVImporter, PoolDescription, ReadId, ReadResult, ReadState
+from hocket.transfer_settings import FaultSettings
 
 NUM_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
@@ -80,15 +84,29 @@ class Owner:
 
 
 class Reader:
-    def __init__(self) -> None:
+    """Reads owners' blocks. `options` are `NixlOptions`'. With `faults` its timers never fire but
+    when they are told to: `due`."""
+
+    def __init__(self, faults: FaultSettings | None = None, **options: Any) -> None:
         self.blocks = Blocks(np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8), MEMORY)
-        options = NixlOptions(self.blocks.cuda_version, ucx_log=UCX_LOG)
-        self.importer = NixlImporter(self.blocks.pool, options)
+        self.options = NixlOptions(self.blocks.cuda_version, ucx_log=UCX_LOG, **options)
+        importer = NixlImporter(self.blocks.pool, self.options)
+        self.importer: KVImporter = importer
+        self.due: list[Callable[[], None]] = []
+        if faults is not None:
+            self.importer = FaultyImporter(importer, faults, lambda _, f: self.due.append(f))
         self.ended = threading.Event()
         self.importer.notify(self.ended.set)
 
-    def post(self, owner: Owner, remote: list[int], local: list[int], slot: int = 1) -> ReadId:
-        return self.importer.read_blocks(owner.pool, slot, remote, local)
+    def post(
+        self,
+        owner: Owner,
+        remote: list[int],
+        local: list[int],
+        slot: int = 1,
+        checksums: Sequence[int] = (),
+    ) -> ReadId:
+        return self.importer.read_blocks(owner.pool, slot, remote, local, checksums)
 
     def wait(self, read: ReadId, timeout_s: float = 10.0) -> tuple[ReadResult, float]:
         """Polls only when the importer said that something ended."""
@@ -143,6 +161,70 @@ def many_at_once(reader: Reader, owner: Owner, said: dict[str, Any]) -> None:
     said["many_equal"] = bool((reader.blocks.read()[::-1] == owner.blocks()).all())
     said["many_epochs"] = [result.epoch for result in results]
     said["many_epochs_promised"] = [bumped if slot == 2 else owner.epoch for slot in slots]
+
+
+def self_read(said: dict[str, Any]) -> None:
+    """As a worker does before it serves, in a pool of its own."""
+    blocks = Blocks(np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8), MEMORY)
+    options = NixlOptions(blocks.cuda_version, ucx_log=UCX_LOG)
+    start = time.perf_counter()
+    said["self_read"] = read_own_block(blocks.pool, options)
+    said["self_read_s"] = time.perf_counter() - start
+    said["self_read_leaves_zeros"] = not blocks.read().any()
+
+
+def checksums(reader: Reader, owner: Owner, said: dict[str, Any]) -> None:
+    sums = json.loads(owner.ask("sums 7 8 9"))
+    result, _ = reader.wait(reader.post(owner, [7, 8, 9], [1, 2, 3], checksums=sums))
+    said["checksums_right"] = result.state.name
+    owner.ask("spoil 8")
+    result, _ = reader.wait(reader.post(owner, [7, 8, 9], [1, 2, 3], checksums=sums))
+    said["checksums_wrong"], said["checksums_error"] = result.state.name, result.error
+    said["checksums_epoch"] = result.epoch
+    owner.ask("spoil 8")
+
+
+def faults(owner: Owner, said: dict[str, Any]) -> None:
+    """Each kind of fault, on blocks 7 to 9 of a pool that is empty before."""
+    sums = json.loads(owner.ask("sums 7 8 9"))
+    for kind in ("corrupted", "truncated", "failed"):
+        reader = Reader(FaultSettings(**{kind: 1.0}))
+        result, _ = reader.wait(reader.post(owner, [7, 8, 9], [7, 8, 9]))
+        differ = (reader.blocks.read() != owner.blocks())[7:10].sum(axis=1)
+        said[f"{kind}_unchecked"] = [result.state.name, *(int(n) for n in differ)]
+        result, _ = reader.wait(reader.post(owner, [7, 8, 9], [1, 2, 3], checksums=sums))
+        said[f"{kind}_checked"] = result.state.name
+        reader.importer.close()
+    reader = Reader(FaultSettings(dropped=1.0))
+    read = reader.post(owner, [7, 8, 9], [7, 8, 9])
+    said["dropped"] = reader.wait(read, timeout_s=0.5)[0].state.name
+    reader.importer.rebuild()
+    said["dropped_and_rebuilt"] = reader.wait(read)[0].state.name
+    (late,) = reader.due
+    reader.blocks.fill(SENTINEL)
+    late()
+    said["dropped_lands_late"] = bool((reader.blocks.read() != SENTINEL).any())
+    reader.importer.close()
+
+
+def required(owner: Owner, other: Owner, said: dict[str, Any]) -> None:
+    """Readers of which one may only use RDMA, and one should have. The READs are too large to
+    travel in one batch; all of one peer bring the same bytes to the same blocks."""
+    reader = Reader(require="rdma")
+    half = NUM_BLOCKS // 2
+    ours, theirs = list(range(half)), list(range(half, NUM_BLOCKS))
+    posts = [(owner, ours), (other, theirs)] * 6
+    reads = [reader.post(peer, blocks, blocks) for peer, blocks in posts]
+    results = [reader.wait(read)[0] for read in reads]
+    said["required"] = sorted({result.state.name for result in results})
+    said["required_errors"] = sorted({result.error for result in results} - {""})
+    said["required_refused"] = reader.importer.counters.refused_reads
+    said["required_again"] = reader.read(owner, [0], [0])[0].state.name
+    reader.importer.close()
+    reader = Reader(has_rdma_devices=True)
+    said["downgraded"] = reader.read(owner, [0], [0])[0].state.name
+    said["downgraded_peers"] = reader.importer.counters.downgraded_peers
+    reader.importer.close()
 
 
 def idle(owner: Owner, said: dict[str, Any]) -> None:
@@ -225,6 +307,10 @@ def main() -> None:
         plain_reads(reader, first, said)
         fence(reader, first, said)
         many_at_once(reader, first, said)
+        self_read(said)
+        checksums(reader, first, said)
+        faults(first, said)
+        required(first, second, said)
         idle(first, said)
         stopped_peer(reader, first, said)
         said["other_peer_equal"] = same_bytes(reader, second)

@@ -95,6 +95,55 @@ def test_the_transport_found_is_named_on_evidence(seen: dict[str, Any]) -> None:
         assert seen["transport"] == {"tcp": "tcp", "auto": "cma"}[seen["tls"]]
 
 
+def test_a_worker_can_read_itself_and_leaves_no_trace(seen: dict[str, Any]) -> None:
+    if seen["memory"] == "cpu":
+        assert seen["self_read"] == {"tcp": "tcp", "auto": "cma"}[seen["tls"]]
+    assert seen["self_read"] not in ("", "unknown")
+    assert seen["self_read_leaves_zeros"]
+    assert seen["self_read_s"] < _LATE_S
+
+
+def test_a_wrong_byte_of_the_owners_is_found_by_its_checksum(seen: dict[str, Any]) -> None:
+    assert seen["checksums_right"] == "DONE"
+    assert seen["checksums_wrong"] == "CORRUPT"
+    assert "1 of 3 blocks" in seen["checksums_error"]
+    assert "blocks 2" in seen["checksums_error"]
+    assert seen["checksums_epoch"] == seen["epoch_bumped"]
+
+
+def test_injected_faults_happen_to_bytes_that_travelled(seen: dict[str, Any]) -> None:
+    state, *wrong = seen["corrupted_unchecked"]
+    assert (state, sorted(wrong)) == ("DONE", [0, 0, 1])
+    state, *wrong = seen["truncated_unchecked"]
+    assert (state, wrong[:2]) == ("DONE", [0, 0])
+    assert wrong[2] > 1000
+    assert seen["failed_unchecked"] == ["FAILED", 0, 0, 0]
+    assert seen["corrupted_checked"] == seen["truncated_checked"] == "CORRUPT"
+
+
+def test_a_dropped_read_is_fenced_by_a_rebuild_and_lands_no_more(seen: dict[str, Any]) -> None:
+    assert seen["dropped"] == "IN_PROGRESS"
+    assert seen["dropped_and_rebuilt"] == "FENCED"
+    assert not seen["dropped_lands_late"]
+
+
+def test_b7_no_read_over_tcp_is_done_where_rdma_is_required(seen: dict[str, Any]) -> None:
+    if seen["tls"] == "tcp":
+        assert "DONE" not in seen["required"]
+        (error,) = seen["required_errors"]
+        assert "transfer.require is 'rdma', but UCX reads this peer by 'tcp'" in error
+        assert seen["required_refused"] >= 1
+        assert seen["required_again"] == "FAILED"
+    else:  # Nothing crosses a network.
+        assert seen["required"] == ["DONE"]
+        assert seen["required_refused"] == 0
+
+
+def test_b7_tcp_beside_rdma_devices_is_counted(seen: dict[str, Any]) -> None:
+    assert seen["downgraded"] == "DONE"
+    assert seen["downgraded_peers"] == (1 if seen["tls"] == "tcp" else 0)
+
+
 def test_idle_agents_leave_the_processor_alone(seen: dict[str, Any]) -> None:
     assert seen["idle_reader_cores"] < 0.2
     assert seen["idle_owner_cores"] < 0.2
