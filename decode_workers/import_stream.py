@@ -7,11 +7,11 @@ table's messages. The prefill twin is `prefill_workers/export_stream.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hocket.errors import HocketError
 from hocket.rpc import worker_pb2 as worker
-from hocket.telemetry import GAUGE
+from hocket.scheduling.import_words import ImportLimits
 from hocket.types import Bundle, Fingerprint, RequestKey
 
 
@@ -32,6 +32,16 @@ class ImportSettings:
     max_quarantine_share: float
     quarantine_timeout_s: float = 30.0
     max_read_attempts: int = 2
+
+    def limits(self) -> ImportLimits:
+        """What the ownership machine goes by."""
+        return ImportLimits(
+            progress_timeout_s=self.progress_timeout_s,
+            read_timeout_s=self.read_timeout_s,
+            max_quarantine_share=self.max_quarantine_share,
+            quarantine_timeout_s=self.quarantine_timeout_s,
+            max_read_attempts=self.max_read_attempts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +112,3 @@ class ImportFailed:
 
     key: RequestKey
     error: HocketError
-
-
-@dataclass(slots=True)
-class ImportCounters:
-    """Since the start of the worker, for metrics; gauges are as the last `tick` left them.
-
-    `bytes` and `read_seconds` are of published READs: the latter sums over READs, from post to
-    fence, as `tick` saw them. `fences_tripped` are those of `fences_checked` that failed.
-    """
-
-    begun: int = 0
-    imported: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    reads: int = 0
-    reads_failed: int = 0
-    reads_timed_out: int = 0
-    reads_retried: int = 0
-    reads_abandoned: int = 0
-    fences_checked: int = 0
-    fences_tripped: int = 0
-    bytes: int = 0
-    read_seconds: float = 0.0
-    quarantined_blocks: int = 0
-    rebuilds: int = 0
-    reads_in_flight: int = field(default=0, metadata=GAUGE)
-    blocks_in_quarantine: int = field(default=0, metadata=GAUGE)

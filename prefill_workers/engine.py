@@ -24,6 +24,7 @@ from hocket.execution.engine_thread import (
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.step_failures import StepFailures
+from hocket.kv.prefix_cache import NoPrefixCache, Prefix, PrefixCaching
 from hocket.rpc.status import failed_from_error
 from hocket.scheduling.chunk_planner import PlannedChunk
 from hocket.types import (
@@ -49,11 +50,16 @@ from prefill_workers.scheduler import PrefillScheduler
 
 @dataclass(slots=True)
 class _Running:
-    """An admitted request. `own_blocks` is set when nothing is exported."""
+    """An admitted request. `num_ready` blocks of its prompt are computed; the first
+    `cached_tokens` tokens were, before it came. When it `is_exported`, its blocks are the export
+    table's to free."""
 
     request: StartRequest
     sequence: Sequence
-    own_blocks: list[int] | None
+    prefix: Prefix
+    is_exported: bool
+    num_ready: int
+    cached_tokens: int
 
 
 class PrefillEngine:
@@ -66,14 +72,19 @@ class PrefillEngine:
         exports: ExportTable,
         *,
         synchronize: Callable[[], None],
+        prefixes: PrefixCaching | None = None,
     ) -> None:
-        """`synchronize` returns when the device has finished all work given to it."""
+        """`synchronize` returns when the device has finished all work given to it. `prefixes`
+        None: every prompt is computed in full."""
         self._scheduler = scheduler
         self._runner = runner
         self._exports = exports
         self._synchronize = synchronize
+        self._prefixes = prefixes or NoPrefixCache()
         self._pool = runner.cache.pool
         self._block_tokens = runner.cache.layout.block_tokens
+        # Named once, at arrival: a request may wait for room through many turns.
+        self._waiting: dict[RequestKey, Prefix] = {}
         self._running: dict[RequestKey, _Running] = {}
         self._events: list[Event] = []
         self._failures = StepFailures()
@@ -134,26 +145,40 @@ class PrefillEngine:
             self._scheduler.submit(request, now)
         except HocketError as error:
             self._events.append(failed_from_error(request.key, error))
+        else:
+            prefix = self._prefixes.prefix(request.token_ids, request.tenant_salt)
+            self._waiting[request.key] = prefix
 
     def _admit(self, now: float) -> bool:
         """Starts waiting requests, oldest first, as long as all of a prompt's blocks are there.
         True when any was."""
         num_before = self._scheduler.num_running
         while (request := self._scheduler.next_waiting()) is not None:
-            num_blocks = self._scheduler.limits.blocks_needed(request)
-            if request.stopping.max_tokens == 1:
-                if self._pool.num_free < num_blocks:
-                    break
-                blocks = own_blocks = self._pool.allocate(num_blocks)
-            else:
-                if not self._exports.can_begin(num_blocks):
-                    break
-                handle = self._exports.begin(request.key, num_blocks, now)
-                blocks, own_blocks = self._exports.blocks(request.key), None
-                self._events.append(Begun(request.key, handle))
-            self._running[request.key] = _Running(request, _sequence(request, blocks), own_blocks)
-            self._scheduler.admit(request.key)
+            if (running := self._seat(request, now)) is None:
+                break
+            del self._waiting[request.key]
+            self._running[request.key] = running
+            self._scheduler.admit(request.key, running.sequence.num_computed)
         return self._scheduler.num_running > num_before
+
+    def _seat(self, request: StartRequest, now: float) -> _Running | None:
+        """Gives a request all of its prompt's blocks, shared ones first; None: there is no room."""
+        num_blocks = self._scheduler.limits.blocks_needed(request)
+        is_exported = request.stopping.max_tokens > 1
+        prefix = self._waiting[request.key]
+        num_hits = self._prefixes.count_hits(prefix)
+        num_taken = num_blocks - num_hits + self._prefixes.count_free(prefix)
+        has_room = self._exports.can_begin if is_exported else self._pool.num_free.__ge__
+        if not has_room(num_taken):
+            return None
+        blocks = self._prefixes.claim(prefix)
+        blocks += self._pool.allocate(num_blocks - num_hits)
+        if is_exported:
+            handle = self._exports.begin(request.key, blocks, now, num_ready=num_hits)
+            self._events.append(Begun(request.key, handle))
+        sequence = _sequence(request, blocks, num_hits * self._block_tokens)
+        cached_tokens = sequence.num_computed
+        return _Running(request, sequence, prefix, is_exported, num_hits, cached_tokens)
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """One step over the planned chunks, then their outcome."""
@@ -178,29 +203,29 @@ class PrefillEngine:
                 self._finish(chunk.key, first, now)
 
     def _announce(self, chunk: PlannedChunk, now: float) -> None:
-        """Tells the reader which blocks became full; a partial last one counts at the end."""
+        """Tells the reader which blocks became full; a partial last one counts at the end. Full
+        ones may be shared from now on."""
         running = self._running[chunk.key]
-        if running.own_blocks is not None:
-            return
-        sequence = running.sequence
-        done, before = sequence.num_computed, sequence.num_computed - chunk.num_tokens
-        first_block = before // self._block_tokens
-        end_block = done // self._block_tokens
-        if done == sequence.prompt_tokens:
-            end_block = len(sequence.block_table)
-        if end_block > first_block:
-            self._exports.chunk_ready(chunk.key, first_block, end_block - first_block, now)
+        sequence, first_block = running.sequence, running.num_ready
+        blocks = sequence.block_table
+        self._prefixes.index(running.prefix, sequence.token_ids, blocks, sequence.num_complete)
+        is_whole = sequence.num_computed == sequence.prompt_tokens
+        running.num_ready = len(blocks) if is_whole else sequence.num_computed // self._block_tokens
+        if running.is_exported and running.num_ready > first_block:
+            num_blocks = running.num_ready - first_block
+            self._exports.chunk_ready(chunk.key, first_block, num_blocks, now)
 
     def _finish(self, key: RequestKey, first: FirstToken, now: float) -> None:
         """The prompt is whole: the first token goes out, the rest of the hand-off to its table."""
         running = self._running[key]
         generated_tokens = running.request.generated_tokens
         prompt_tokens = len(running.request.token_ids) - generated_tokens
-        usage = Usage(prompt_tokens=prompt_tokens, output_tokens=1)
+        cached_tokens = min(running.cached_tokens, prompt_tokens)
+        usage = Usage(prompt_tokens, output_tokens=1, cached_tokens=cached_tokens)
         logprobs = () if first.logprobs is None else (first.logprobs,)
         self._events.append(Tokens(key, generated_tokens, (first.token_id,), logprobs))
         self._events.append(Finished(key, first.finish_reason, usage))
-        if running.own_blocks is None:
+        if running.is_exported:
             hidden_state = self._runner.hidden_state_bytes(first.hidden_state)
             bundle = Bundle(
                 first.token_id, first.logprobs, first.finish_reason, usage, hidden_state
@@ -216,9 +241,10 @@ class PrefillEngine:
         self._exports.abort(key, error, now)
 
     def _release(self, key: RequestKey) -> None:
+        self._waiting.pop(key, None)
         running = self._running.pop(key, None)
-        if running is not None and running.own_blocks is not None:
-            self._pool.free(running.own_blocks)
+        if running is not None and not running.is_exported:
+            self._pool.free(running.sequence.block_table)
 
     def _wait_s(self, now: float) -> float:
         """How long nothing can happen by itself. A step may have made room: look again then."""
@@ -244,7 +270,8 @@ class PrefillEngine:
         )
 
 
-def _sequence(request: StartRequest, blocks: list[int]) -> Sequence:
+def _sequence(request: StartRequest, blocks: list[int], num_shared: int) -> Sequence:
+    """The prompt, its first `num_shared` slots in the cache; the last of them is computed again."""
     return Sequence(
         key=request.key,
         token_ids=list(request.token_ids),
@@ -252,4 +279,6 @@ def _sequence(request: StartRequest, blocks: list[int]) -> Sequence:
         sampling=request.sampling,
         stopping=request.stopping,
         block_table=blocks,
+        num_computed=max(0, num_shared - 1),
+        num_shared=num_shared,
     )

@@ -1,4 +1,4 @@
-"""The words between an export table and its surroundings: commands in, messages out, counters.
+"""The words between an export table and its surroundings: commands in, messages out.
 
 `server.py` turns what happens on the Export streams into commands for the engine thread, which
 hands them to the table (`kv_export.py`), and sends the table's messages. The decode twin is
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hocket.errors import HocketError
 from hocket.rpc import worker_pb2 as worker
-from hocket.types import Fingerprint, RequestKey
+from hocket.scheduling.export_words import ExportLimits
+from hocket.types import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """Who exports, and the limits. `max_unread_share` is a share of the pool's blocks."""
+    """Who exports, and the limits. `max_unread_share` is a share of the pool's blocks.
+    `has_checksums`: every announced block comes with its checksum."""
 
     worker_id: str
     worker_epoch: int
@@ -26,6 +27,16 @@ class ExportSettings:
     progress_timeout_s: float
     open_timeout_s: float
     max_unread_share: float
+    has_checksums: bool = False
+
+    def limits(self) -> ExportLimits:
+        """What the ownership machine goes by."""
+        return ExportLimits(
+            num_slots=self.num_slots,
+            progress_timeout_s=self.progress_timeout_s,
+            open_timeout_s=self.open_timeout_s,
+            max_unread_share=self.max_unread_share,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +73,3 @@ class EndStream:
 
 
 ExportMessage = SendEvent | EndStream
-
-
-@dataclass(frozen=True, slots=True)
-class ExportLost:
-    """The export ended while its prompt was still being computed: the engine should abort it."""
-
-    key: RequestKey
-    error: HocketError
-
-
-@dataclass(slots=True)
-class ExportCounters:
-    """Since the start of the worker, for metrics."""
-
-    begun: int = 0
-    opened: int = 0
-    completed: int = 0
-    aborted: int = 0
-    expired_unopened: int = 0
-    expired_stalled: int = 0
-    peers_gone: int = 0
-    rejected_opens: int = 0

@@ -75,10 +75,10 @@ class PrefillScheduler:
             return None
         return next(iter(self._waiting.values()), None)
 
-    def admit(self, key: RequestKey) -> None:
-        """The request's blocks are reserved: its prompt may advance."""
+    def admit(self, key: RequestKey, cached_tokens: int = 0) -> None:
+        """The request's blocks are reserved: its prompt may advance, from `cached_tokens` on."""
         self._running[key] = self._waiting.pop(key)
-        self._computed_tokens[key] = 0
+        self._computed_tokens[key] = cached_tokens
 
     def plan_chunks(self) -> list[PlannedChunk]:
         """The chunks of the next step, at most one per running prompt."""

@@ -16,10 +16,11 @@ from typing import Any
 import grpc
 
 from hocket.config import PrefillSettings, WorkerSettings
-from hocket.execution.model_setup import nixl_options, set_up_model
+from hocket.execution.model_setup import set_up_model
+from hocket.execution.transfer_setup import set_up_exporter
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
 from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
-from hocket.kv.nixl_transfer import NixlExporter
+from hocket.kv.prefix_cache import PrefixCache
 from hocket.rpc import worker_pb2 as worker
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.export_stream import (
@@ -104,7 +105,7 @@ def build_worker(
     assert isinstance(pool, PrefillSettings), settings.role
     model = set_up_model(settings)
     cache, transfer = model.runner.cache, settings.transfer
-    exporter = NixlExporter(model.registered_pool(), transfer.num_slots, nixl_options(settings))
+    exporter = set_up_exporter(settings, model.registered_pool())
     exports = ExportTable(
         cache.pool,
         exporter,
@@ -117,10 +118,18 @@ def build_worker(
             progress_timeout_s=transfer.progress_timeout_s,
             open_timeout_s=transfer.open_timeout_s,
             max_unread_share=transfer.max_unread_share,
+            has_checksums=transfer.checksum != "off",
         ),
     )
     policy = PrefillPolicy(pool.chunk_tokens, pool.max_batch, pool.max_waiting)
     scheduler = PrefillScheduler(model.limits, policy)
-    engine = PrefillEngine(scheduler, model.runner, exports, synchronize=model.synchronize)
+    prefixes = PrefixCache(cache.pool, model.fingerprint.weights, cache.layout.block_tokens)
+    engine = PrefillEngine(
+        scheduler,
+        model.runner,
+        exports,
+        synchronize=model.synchronize,
+        prefixes=prefixes if pool.prefix_cache else None,
+    )
     description = model.description(settings, address)
     return WorkerParts(engine, description, exports.counters, release=exporter.close)

@@ -38,10 +38,12 @@ class RequestLimits:
 
     def blocks_needed(self, request: StartRequest) -> int:
         """KV blocks the leg takes: the prompt's on prefill, the output's too where it decodes."""
-        num_tokens = len(request.token_ids)
-        if request.leg is not Leg.PREFILL:
-            num_tokens += request.stopping.max_tokens
-        return blocks_for(num_tokens, self.block_tokens)
+        decodes = request.leg is not Leg.PREFILL
+        return self.blocks_for_output(request, request.stopping.max_tokens if decodes else 0)
+
+    def blocks_for_output(self, request: StartRequest, num_tokens: int) -> int:
+        """KV blocks for the prompt and `num_tokens` of output."""
+        return blocks_for(len(request.token_ids) + num_tokens, self.block_tokens)
 
     def check(self, request: StartRequest) -> None:
         """Raises:

@@ -54,7 +54,8 @@ class Side:
 
     def begin(self) -> list[int]:
         blocks = self.pool.allocate(3)
-        self.table.begin(A, HANDLE, blocks, 0.0)
+        self.table.open(A, HANDLE, 0.0)
+        self.table.receive(A, blocks, 0.0)
         return blocks
 
     def opened(self, now: float = 0.0) -> None:
@@ -127,15 +128,56 @@ def test_the_opening_says_who_reads_and_what(side: Side) -> None:
 
 def test_blocks_that_are_here_already_are_neither_asked_for_nor_missed(side: Side) -> None:
     blocks = side.pool.allocate(3)
-    side.table.begin(A, HANDLE, blocks, 0.0, first_block=2)
+    side.table.open(A, HANDLE, 0.0)
     side.opened()
-    side.chunk(2, [6])
+    side.chunk(0, [4])
+    side.table.receive(A, blocks, 0.0, first_block=2)
+    side.chunk(1, [5, 6])
     assert side.fabric.reads[0].local_blocks == blocks[2:]
     side.fabric.deliver(side.fabric.reads[0])
     side.bundle()
     (outcome,) = side.table.tick(0.0)
     assert isinstance(outcome, Imported)
     assert outcome.num_bytes == 4
+    assert side.table.counters.blocks_skipped == 2
+    acknowledged = ["acknowledge 0+1", "acknowledge 1+1", "acknowledge 2+1"]
+    said = transcript(side.table.take_messages())
+    assert said == ["open host:1", *acknowledged, "close", "end"]
+
+
+def test_a_request_that_waits_for_room_keeps_its_export_and_reads_all_of_it_at_once(
+    side: Side,
+) -> None:
+    side.table.open(A, HANDLE, 0.0)
+    side.opened()
+    side.chunk(0, [4])
+    for second in range(2, 60, 2):
+        side.event(PROGRESS, second)
+        assert side.table.tick(second) == []
+    side.chunk(1, [7, 2], 60.0)
+    side.bundle(60.0)
+    assert side.table.tick(60.0) == []
+    assert not side.fabric.reads
+    blocks = side.pool.allocate(3)
+    side.table.receive(A, blocks, 61.0)
+    (read,) = side.fabric.reads
+    assert (read.remote_blocks, read.local_blocks) == ([4, 7, 2], blocks)
+    side.fabric.deliver(read)
+    (outcome,) = side.table.tick(61.0)
+    assert isinstance(outcome, Imported)
+    alive = set(transcript(side.table.take_messages())[1:-3])
+    assert alive == {"progress"}
+
+
+def test_an_export_that_is_lost_while_its_reader_waits_for_room_takes_no_blocks(
+    side: Side,
+) -> None:
+    side.table.open(A, HANDLE, 0.0)
+    side.table.take(StreamGone(A, WorkerUnavailable("gone")), 0.0)
+    # The engine may reserve before it hears of it.
+    side.table.receive(A, side.pool.allocate(3), 0.0)
+    assert side.pool.num_free == NUM_BLOCKS
+    assert "gone" in side.failure()
 
 
 @pytest.mark.parametrize(
@@ -166,9 +208,10 @@ def test_a_bundle_that_makes_no_sense_fails_the_import(side: Side) -> None:
     assert "makes no sense" in side.failure()
 
 
-def test_a_handle_of_another_length_fails_the_import_without_a_stream(side: Side) -> None:
-    side.table.begin(A, HANDLE, side.pool.allocate(2), 0.0)
-    assert side.table.take_messages() == []
+def test_a_handle_of_another_length_fails_the_import(side: Side) -> None:
+    side.table.open(A, HANDLE, 0.0)
+    side.table.receive(A, side.pool.allocate(2), 0.0)
+    assert transcript(side.table.take_messages()) == ["open host:1", "close", "end"]
     assert "has 3 blocks, not 2" in side.failure()
     assert side.pool.num_free == NUM_BLOCKS
 

@@ -12,6 +12,7 @@ import torch
 from hocket.execution.model_runner import FirstToken, ModelRunner
 from hocket.kv.memory_transfer import MemoryExporter, MemoryFabric
 from hocket.kv.paged_cache import PagedCache
+from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.transformer import Transformer
@@ -85,6 +86,15 @@ class TinyWorker:
 
 @pytest.fixture
 def tiny_worker(tiny_model: Transformer) -> TinyWorker:
+    return build(tiny_model, has_prefix_cache=False)
+
+
+@pytest.fixture
+def caching_worker(tiny_model: Transformer) -> TinyWorker:
+    return build(tiny_model, has_prefix_cache=True)
+
+
+def build(tiny_model: Transformer, *, has_prefix_cache: bool) -> TinyWorker:
     fingerprint = Fingerprint("w", "kv", BLOCK_TOKENS, "float32", "n")
     cache = PagedCache(tiny_model.kv_layout(BLOCK_TOKENS), NUM_BLOCKS, "cpu")
     runner = FragileRunner(tiny_model, cache)
@@ -93,5 +103,6 @@ def tiny_worker(tiny_model: Transformer) -> TinyWorker:
     exports = ExportTable(cache.pool, exporter, settings)
     limits = RequestLimits(300, 50, NUM_BLOCKS, BLOCK_TOKENS)
     scheduler = PrefillScheduler(limits, PrefillPolicy(40, max_batch=4, max_waiting=8))
-    engine = PrefillEngine(scheduler, runner, exports, synchronize=lambda: None)
+    prefixes = PrefixCache(cache.pool, "w", BLOCK_TOKENS) if has_prefix_cache else None
+    engine = PrefillEngine(scheduler, runner, exports, synchronize=lambda: None, prefixes=prefixes)
     return TinyWorker(engine, runner, exports, fingerprint)

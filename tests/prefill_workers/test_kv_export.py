@@ -74,6 +74,12 @@ def transcript(messages: list[ExportMessage]) -> list[str]:
     return lines
 
 
+def begin(parts: Parts, key: RequestKey, num_blocks: int) -> ExportHandle:
+    """An export of new blocks, as the engine begins it."""
+    table, pool, _ = parts
+    return table.begin(key, pool.allocate(num_blocks), 0.0)
+
+
 ACK_2 = worker.ExportUpdate(acknowledge=worker.AcknowledgeBlocks(first_block=0, num_blocks=2))
 PROGRESS = worker.ExportUpdate(progress=worker.Progress())
 DONE = worker.ExportUpdate(close=worker.CloseExport(reason=worker.CloseExport.REASON_DONE))
@@ -81,7 +87,7 @@ DONE = worker.ExportUpdate(close=worker.CloseExport(reason=worker.CloseExport.RE
 
 def test_the_handle_names_life_slot_and_epoch(parts: Parts) -> None:
     table, pool, exporter = parts
-    handle = table.begin(A, 3, now=0.0)
+    handle = begin(parts, A, 3)
     assert (handle.worker_id, handle.worker_epoch, handle.address) == ("prefill-0", 3, "host:1")
     assert handle.slot_epoch == exporter.slot_epoch(handle.slot) == 10
     assert handle.num_blocks == len(set(table.blocks(A))) == 3
@@ -90,7 +96,7 @@ def test_the_handle_names_life_slot_and_epoch(parts: Parts) -> None:
 
 def test_events_go_down_in_order_and_the_bundle_is_last(parts: Parts) -> None:
     table, _, _ = parts
-    handle = table.begin(A, 3, 0.0)
+    handle = begin(parts, A, 3)
     table.chunk_ready(A, 0, 1, 0.0)
     table.take(UpdateArrived(4, opening(A, handle)), 0.0)
     table.chunk_ready(A, 1, 1, 0.0)
@@ -106,7 +112,7 @@ def test_events_go_down_in_order_and_the_bundle_is_last(parts: Parts) -> None:
 
 def test_blocks_that_the_reader_has_already_are_not_announced(parts: Parts) -> None:
     table, pool, _ = parts
-    handle = table.begin(A, 4, 0.0)
+    handle = begin(parts, A, 4)
     table.chunk_ready(A, 0, 4, 0.0)
     table.finish(A, BUNDLE, 0.0)
     table.take(UpdateArrived(1, opening(A, handle, first_block=3)), 0.0)
@@ -118,7 +124,7 @@ def test_acknowledged_blocks_are_free_once_however_often_they_are_acknowledged(
     parts: Parts,
 ) -> None:
     table, pool, _ = parts
-    handle = table.begin(A, 3, 0.0)
+    handle = begin(parts, A, 3)
     table.chunk_ready(A, 0, 3, 0.0)
     table.finish(A, BUNDLE, 0.0)
     table.take(UpdateArrived(1, opening(A, handle)), 0.0)
@@ -133,7 +139,7 @@ def test_a_slot_is_reused_with_another_epoch(parts: Parts) -> None:
     seen: set[tuple[int, int]] = set()
     for number in range(6):
         key = RequestKey("request", number)
-        handle = table.begin(key, 1, 0.0)
+        handle = begin(parts, key, 1)
         seen.add((handle.slot, handle.slot_epoch))
         table.abort(key, Cancelled("enough"), 0.0)
     assert len(seen) == 6
@@ -143,13 +149,13 @@ def test_nothing_begins_without_slot_blocks_or_a_reader_for_the_last_ones(parts:
     table, _, _ = parts
     assert not table.can_begin(NUM_BLOCKS + 1)
     with pytest.raises(OutOfBlocks):
-        table.begin(C, NUM_BLOCKS + 1, 0.0)
-    table.begin(A, 1, 0.0)
+        begin(parts, C, NUM_BLOCKS + 1)
+    begin(parts, A, 1)
     assert table.can_begin(1)
-    table.begin(B, 1, 0.0)
+    begin(parts, B, 1)
     assert not table.can_begin(1), "both slots are taken"
     table.abort(B, Cancelled("enough"), 0.0)
-    table.begin(B, 5, 0.0)
+    begin(parts, B, 5)
     table.chunk_ready(B, 0, 5, 0.0)
     table.abort(A, Cancelled("enough"), 0.0)
     assert table.can_begin(1), "B is not finished, so nobody is late yet"
@@ -159,7 +165,7 @@ def test_nothing_begins_without_slot_blocks_or_a_reader_for_the_last_ones(parts:
 
 def test_another_layout_is_refused_with_the_difference(parts: Parts) -> None:
     table, _, _ = parts
-    handle = table.begin(A, 1, 0.0)
+    handle = begin(parts, A, 1)
     table.take(UpdateArrived(1, opening(A, handle, dtype="bfloat16")), 0.0)
     refusal, end = table.take_messages()
     assert isinstance(refusal, SendEvent)
@@ -173,7 +179,7 @@ def test_another_layout_is_refused_with_the_difference(parts: Parts) -> None:
 
 def test_a_reader_that_acknowledges_what_was_not_announced_loses_its_export(parts: Parts) -> None:
     table, pool, _ = parts
-    handle = table.begin(A, 3, 0.0)
+    handle = begin(parts, A, 3)
     table.chunk_ready(A, 0, 1, 0.0)
     table.take(UpdateArrived(1, opening(A, handle)), 0.0)
     table.take_messages()
@@ -187,7 +193,7 @@ def test_a_reader_that_acknowledges_what_was_not_announced_loses_its_export(part
 
 def test_blocks_of_a_computation_stay_held_until_the_engine_stops_it(parts: Parts) -> None:
     table, pool, exporter = parts
-    handle = table.begin(A, 3, 0.0)
+    handle = begin(parts, A, 3)
     table.take(UpdateArrived(1, opening(A, handle)), 0.0)
     table.take(StreamGone(1), 0.0)
     # The epoch is up at once, the blocks are still written to.
@@ -204,7 +210,7 @@ def test_blocks_of_a_computation_stay_held_until_the_engine_stops_it(parts: Part
 def test_aborting_what_is_not_here_is_no_error_and_frees_nothing(parts: Parts) -> None:
     table, pool, _ = parts
     table.abort(A, HandOffFailed("never begun"), 0.0)
-    table.begin(A, 2, 0.0)
+    begin(parts, A, 2)
     for _ in range(2):
         table.abort(A, HandOffFailed("twice"), 0.0)
     assert pool.num_free == NUM_BLOCKS
@@ -213,7 +219,7 @@ def test_aborting_what_is_not_here_is_no_error_and_frees_nothing(parts: Parts) -
 
 def test_the_lease_runs_from_the_readers_last_word(parts: Parts) -> None:
     table, pool, _ = parts
-    handle = table.begin(A, 2, 0.0)
+    handle = begin(parts, A, 2)
     table.chunk_ready(A, 0, 2, 0.0)
     table.finish(A, BUNDLE, 0.0)
     table.take(UpdateArrived(1, opening(A, handle)), 10.0)
@@ -227,7 +233,7 @@ def test_the_lease_runs_from_the_readers_last_word(parts: Parts) -> None:
 
 def test_an_unopened_export_waits_as_long_as_its_prompt_moves(parts: Parts) -> None:
     table, pool, _ = parts
-    table.begin(A, 2, 0.0)
+    begin(parts, A, 2)
     table.chunk_ready(A, 0, 1, 14.0)
     assert table.tick(28.0) == []
     table.chunk_ready(A, 1, 1, 28.0)
@@ -241,7 +247,7 @@ def test_an_unopened_export_waits_as_long_as_its_prompt_moves(parts: Parts) -> N
 
 def test_an_open_stream_hears_from_prefill_while_nothing_is_ready(parts: Parts) -> None:
     table, _, _ = parts
-    handle = table.begin(A, 2, 0.0)
+    handle = begin(parts, A, 2)
     table.take(UpdateArrived(1, opening(A, handle)), 0.0)
     table.take_messages()
     assert table.next_tick_s(0.0) == 2.0
@@ -253,7 +259,7 @@ def test_an_open_stream_hears_from_prefill_while_nothing_is_ready(parts: Parts) 
 
 def test_a_repeated_end_of_a_stream_is_harmless(parts: Parts) -> None:
     table, pool, _ = parts
-    handle = table.begin(A, 2, 0.0)
+    handle = begin(parts, A, 2)
     table.take(UpdateArrived(1, opening(A, handle)), 0.0)
     for _ in range(3):
         table.take(StreamGone(1), 0.0)
