@@ -1,19 +1,18 @@
 """The loop body of a decode worker: imports KV, joins requests to the batch, decodes with drafts.
 
 Commands come from `server.py` through the engine thread's inbox, decisions from `scheduler.py`;
-the import table (`kv_import.py`) moves the prompt's KV; the runner computes. A request's blocks,
-prompt and output, are reserved at admission and freed when it ends. While its KV is imported, the
-prompt's blocks are the import table's: it gives them back clean, or keeps them in quarantine until
-no READ can write into them any more. Its prefill twin is `prefill_workers/engine.py`.
+`seats.py` keeps who has which blocks; the import table (`kv_import.py`) moves the prompt's KV; the
+runner computes. An import opens its stream when the request comes, so that prefill keeps the blocks
+while the request waits here, and READs when it is admitted. While its KV is imported, the prompt's
+blocks are the import table's: it gives them back clean, or keeps them in quarantine until no READ
+can write into them any more. Before each step running requests get the blocks that they grow into;
+when there are too few, a later one gives way. Its prefill twin is `prefill_workers/engine.py`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from decode_workers.group_peers import WakeUp
 from decode_workers.import_stream import (
@@ -27,7 +26,8 @@ from decode_workers.import_stream import (
 )
 from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodeScheduler, PlannedDecode
-from hocket.errors import Cancelled, DeadlineExceeded, HocketError
+from decode_workers.seats import LiveRequest, Seats
+from hocket.errors import Cancelled, DeadlineExceeded, HandOffFailed, HocketError
 from hocket.execution.engine_thread import (
     PULSE_S,
     BeginDrain,
@@ -37,13 +37,12 @@ from hocket.execution.engine_thread import (
     StepOutput,
 )
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
-from hocket.execution.sequence import Sequence
 from hocket.execution.step_failures import StepFailures
+from hocket.kv.prefix_cache import NoPrefixCache, PrefixCaching
 from hocket.logs import about
 from hocket.parallel.lockstep import Alone, StepTogether, Wish
 from hocket.rpc.status import failed_from_error
 from hocket.scheduling.chunk_planner import PlannedChunk
-from hocket.scheduling.request_limits import blocks_for
 from hocket.types import (
     Event,
     Finished,
@@ -54,50 +53,12 @@ from hocket.types import (
     StartRequest,
     TokenLogprobs,
     Tokens,
-    Usage,
     VerifyStep,
 )
 
 DecodeCommand = Command | ImportCommand | WakeUp
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Seated:
-    """An admitted request and its blocks, which cover prompt and output.
-
-    While `is_importing` the first `prompt_blocks` of them are the import table's, and there is no
-    sequence.
-    """
-
-    request: StartRequest
-    blocks: list[int]
-    prompt_blocks: int
-    is_importing: bool
-    sequence: Sequence | None = None
-    cached_tokens: int = 0
-
-    def own_blocks(self) -> list[int]:
-        """The blocks that are this engine's to free."""
-        return self.blocks[self.prompt_blocks :] if self.is_importing else self.blocks
-
-    def begin_sequence(
-        self, first_token: int | None = None, hidden_H: Tensor | None = None
-    ) -> None:
-        """From here on the request takes steps here. A first token, and the hidden state before
-        it, come with an imported prompt; without them the prompt is to be computed."""
-        token_ids = list(self.request.token_ids)
-        self.sequence = Sequence(
-            key=self.request.key,
-            token_ids=token_ids if first_token is None else [*token_ids, first_token],
-            prompt_tokens=len(token_ids),
-            sampling=self.request.sampling,
-            stopping=self.request.stopping,
-            block_table=self.blocks,
-            num_computed=0 if first_token is None else len(token_ids),
-            pending_hidden=None if hidden_H is None else hidden_H[None],
-        )
 
 
 class DecodeEngine:
@@ -111,8 +72,10 @@ class DecodeEngine:
         *,
         can_recompute: bool,
         together: StepTogether | None = None,
+        prefixes: PrefixCaching | None = None,
     ) -> None:
-        """`together`: this rank's place in its expert-parallel group, if it has one.
+        """`together`: this rank's place in its expert-parallel group, if it has one. `prefixes`
+        None: no request uses what another computed.
 
         `can_recompute`: a hand-off that broke is computed here instead of failing its request.
         One that prefill gave up on purpose, or that must not be, fails it in any case."""
@@ -122,7 +85,9 @@ class DecodeEngine:
         self._can_recompute = can_recompute
         self._together = together or Alone()
         self._pool = runner.cache.pool
-        self._seated: dict[RequestKey, _Seated] = {}
+        block_tokens = runner.cache.layout.block_tokens
+        self._seats = Seats(self._pool, prefixes or NoPrefixCache(), block_tokens)
+        self._live: dict[RequestKey, LiveRequest] = {}
         self._events: list[Event] = []
         self._prefill_failures = StepFailures()
         self._decode_failures = StepFailures()
@@ -150,20 +115,22 @@ class DecodeEngine:
                 self._together.wake(step)
 
     def step(self, now: float) -> StepOutput[ImportMessage]:
-        """One turn: timers, admissions, imports, prompt chunks, one decode step, events.
+        """One turn: timers, imports, room for the running, admissions, one model step, events.
 
-        A turn that admits or joins a request computes nothing, so that what follows from it, an
-        Export stream to open or a first token to pass on, does not wait for a model step. The
-        other ranks of a group wait that long.
+        Running requests grow before anyone is admitted: what is free is theirs first. A turn that
+        admits or joins a request computes nothing, so that what follows from it, a READ's
+        acknowledgement or a first token to pass on, does not wait for a model step. The other
+        ranks of a group wait that long.
         """
         self._num_steps += 1
         late = self._scheduler.take_expired(now)
         self._end(late, DeadlineExceeded("The deadline passed before the last token."), now)
-        has_changed = self._admit(now)
-        for outcome in self._imports.tick(now):
+        outcomes = self._imports.tick(now)
+        for outcome in outcomes:
             self._settle(outcome, now)
-            has_changed = True
-        self._is_busy = has_changed or self._compute(now)
+        plan = self._make_room()
+        has_changed = self._admit(now) or bool(outcomes)
+        self._is_busy = has_changed or self._compute(plan, now)
         return self.collect(now)
 
     def fail_all(self, error: HocketError, now: float) -> None:
@@ -183,44 +150,83 @@ class DecodeEngine:
             self._scheduler.submit(request, now)
         except HocketError as error:
             self._events.append(failed_from_error(request.key, error))
+            return
+        live = self._live[request.key] = self._seats.arrive(request)
+        if (handle := request.export) is None:
+            return
+        if handle.num_blocks == live.prompt_blocks:
+            self._imports.open(request.key, handle, now)
+        else:
+            text = f"{request.key} has {handle.num_blocks} blocks, not {live.prompt_blocks}."
+            self._settle(ImportFailed(request.key, HandOffFailed(text)), now)
+
+    def _make_room(self) -> list[PlannedDecode]:
+        """The plan of the next decode step, without those that have to sit it out for want of a
+        block. First all get what their newest token needs, oldest first, if need be from later
+        ones; then drafts get what is left, as far as it goes."""
+        plan = [planned for planned in self._scheduler.plan_decode() if self._has_room(planned.key)]
+        for planned in plan:
+            sequence = self._live[planned.key].running
+            num_drafts = min(planned.num_drafts, sequence.remaining_tokens - 1)
+            self._seats.grow(self._live[planned.key], sequence.num_tokens + num_drafts)
+        return plan
+
+    def _has_room(self, key: RequestKey) -> bool:
+        """Whether a running request can take a step, once others gave way; False when it gave way
+        itself."""
+        if not self._scheduler.is_running(key):
+            return False
+        live = self._live[key]
+        while not self._seats.grow(live, live.running.num_tokens):
+            if (victim := self._scheduler.victim_for(key)) is None:
+                return False
+            self._preempt(victim, key)
+        return True
+
+    def _preempt(self, key: RequestKey, in_favour_of: RequestKey) -> None:
+        num_blocks = len(self._live[key].blocks)
+        output = self._seats.give_way(self._live[key])
+        self._scheduler.preempt(key, output)
+        extra = about(key) | {"blocks": num_blocks, "in_favour_of": str(in_favour_of)}
+        _logger.info("preempted", extra=extra)
 
     def _admit(self, now: float) -> bool:
         """Seats waiting requests, oldest first, as long as seats and blocks are there. True when
         any was."""
-        limits = self._scheduler.limits
         num_before = self._scheduler.num_seated
-        while (request := self._scheduler.next_waiting(self._pool.num_free)) is not None:
-            blocks = self._pool.allocate(limits.blocks_needed(request))
-            prompt_blocks = blocks_for(len(request.token_ids), limits.block_tokens)
-            is_importing = self._scheduler.admit(request.key)
-            seated = _Seated(request, blocks, prompt_blocks, is_importing)
-            self._seated[request.key] = seated
-            if is_importing:
-                assert request.export is not None
-                self._imports.begin(request.key, request.export, blocks[:prompt_blocks], now)
+        while (request := self._scheduler.next_waiting()) is not None:
+            key, live = request.key, self._live[request.key]
+            if not self._seats.take(live, self._scheduler.blocks_to_admit(request)):
+                break
+            live.is_importing = self._scheduler.admit(key, self._seats.cached_tokens(live))
+            if live.is_importing:
+                blocks = live.blocks[: live.prompt_blocks]
+                self._imports.receive(key, blocks, now, first_block=live.num_hits)
             else:
-                seated.begin_sequence()
+                self._seats.begin_sequence(live, request)
         return self._scheduler.num_seated > num_before
 
     def _settle(self, outcome: Imported | ImportFailed, now: float) -> None:
-        """An import ended: the request joins the batch, or fails, or is computed here."""
-        seated = self._seated[outcome.key]
+        """An import ended: the request joins the batch, or fails, or is computed here. It may fail
+        while the request still waits."""
+        live = self._live[outcome.key]
         match outcome:
             case Imported():
-                seated.is_importing = False
+                live.is_importing = False
                 try:
-                    self._join(seated, outcome)
+                    self._join(live, outcome)
                 except HocketError as error:
                     self._end([outcome.key], error, now)
             case ImportFailed(key, error) if self._can_recompute and error.is_retryable:
                 text = "The hand-off of %s failed, it is computed again: %s"
                 _logger.warning(text, key, error, extra=about(key))
-                self._release(key)
+                self._seats.leave(live)
+                live.hand_off_fault = str(error)
                 self._scheduler.recompute(key)
             case ImportFailed(key, error):
                 self._end([key], error, now)
 
-    def _join(self, seated: _Seated, imported: Imported) -> None:
+    def _join(self, live: LiveRequest, imported: Imported) -> None:
         """Takes an imported prompt into the batch; its first token is told first.
 
         Raises:
@@ -230,19 +236,20 @@ class DecodeEngine:
         hidden_H = None
         if bundle.finish_reason is None:
             hidden_H = self._runner.load_hidden_state(bundle.hidden_state)
-        seated.cached_tokens = bundle.usage.cached_tokens
-        seated.begin_sequence(bundle.first_token, hidden_H)
+        live.cached_tokens = bundle.usage.cached_tokens
+        self._seats.begin_imported(live, bundle.first_token, hidden_H)
+        self._seats.publish(live)
         self._scheduler.join(key)
-        self._events.append(Joined(key, imported.num_bytes, imported.transport))
+        num_found = self._seats.hit_tokens(live)
+        self._events.append(Joined(key, imported.num_bytes, imported.transport, num_found))
         logprobs = () if bundle.logprobs is None else (bundle.logprobs,)
         self._emit(key, (bundle.first_token,), logprobs, bundle.finish_reason)
 
-    def _compute(self, now: float) -> bool:
+    def _compute(self, plan: list[PlannedDecode], now: float) -> bool:
         """One step, together with the group's other ranks; False when nobody has anything to
         compute."""
         chunks = self._scheduler.plan_chunks()
-        plan = self._scheduler.plan_decode()
-        sequences = [self._sequence(planned.key) for planned in plan]
+        sequences = [self._live[planned.key].running for planned in plan]
         num_drafts = [planned.num_drafts for planned in plan]
         draft_passes = self._runner.count_draft_passes(sequences, num_drafts)
         with self._together.step(Wish(bool(chunks), draft_passes, bool(plan))) as is_step:
@@ -256,7 +263,7 @@ class DecodeEngine:
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """Computes prompt chunks of requests whose KV was not handed over."""
-        chunks = [PrefillChunk(self._sequence(c.key), c.num_tokens) for c in plan]
+        chunks = [PrefillChunk(self._live[c.key].running, c.num_tokens) for c in plan]
         first_tokens = self._prefill_failures.run(
             lambda: self._runner.prefill(chunks),
             lambda error: self._end([chunk.key for chunk in plan], error, now),
@@ -264,15 +271,19 @@ class DecodeEngine:
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
             self._scheduler.computed(chunk)
             self._computed_prompt_tokens += chunk.num_tokens
+            live = self._live[chunk.key]
+            self._seats.publish(live)
             if first is not None:
-                is_recomputed = self._scheduler.is_recomputed(chunk.key)
-                self._events.append(Joined(chunk.key, 0, "", recomputed=is_recomputed))
+                if not live.has_joined:
+                    is_recomputed = self._scheduler.is_recomputed(chunk.key)
+                    how = (live.cached_tokens, is_recomputed, live.hand_off_fault)
+                    self._events.append(Joined(chunk.key, 0, "", *how))
                 logprobs = () if first.logprobs is None else (first.logprobs,)
                 self._emit(chunk.key, (first.token_id,), logprobs, first.finish_reason)
 
     def _decode(self, plan: list[PlannedDecode], now: float) -> None:
         """One decode step over the whole batch."""
-        sequences = [self._sequence(planned.key) for planned in plan]
+        sequences = [self._live[planned.key].running for planned in plan]
         outputs = self._decode_failures.run(
             lambda: self._runner.decode(sequences, [planned.num_drafts for planned in plan]),
             lambda error: self._end([planned.key for planned in plan], error, now),
@@ -280,6 +291,7 @@ class DecodeEngine:
         self._decode_batch_sum += len(plan)
         for planned, output in zip(plan, outputs or (), strict=bool(outputs)):
             self._emitted_tokens += len(output.token_ids)
+            self._seats.publish(self._live[planned.key])
             step = VerifyStep(output.num_drafted, output.num_accepted)
             self._emit(planned.key, output.token_ids, output.logprobs, output.finish_reason, step)
 
@@ -292,21 +304,14 @@ class DecodeEngine:
         step: VerifyStep | None = None,
     ) -> None:
         """Tells the newest tokens of a sequence, and its end if they are the last ones."""
-        seated, sequence = self._seated[key], self._sequence(key)
-        generated_tokens = seated.request.generated_tokens
-        first_index = generated_tokens + sequence.output_tokens - len(token_ids)
+        live = self._live[key]
+        live.has_joined = True
+        first_index = live.request.generated_tokens + live.output_tokens - len(token_ids)
         self._events.append(Tokens(key, first_index, token_ids, logprobs, step))
-        if finish_reason is None:
-            return
-        usage = Usage(
-            prompt_tokens=sequence.prompt_tokens - generated_tokens,
-            output_tokens=sequence.output_tokens,
-            cached_tokens=seated.cached_tokens,
-            drafts=sequence.drafts,
-        )
-        self._events.append(Finished(key, finish_reason, usage))
-        self._scheduler.remove(key)
-        self._release(key)
+        if finish_reason is not None:
+            self._events.append(Finished(key, finish_reason, live.usage()))
+            self._scheduler.remove(key)
+            self._release(key)
 
     def _end(self, keys: Iterable[RequestKey], error: HocketError, now: float) -> None:
         """Forgets requests wherever they are, their imports included, and frees their blocks."""
@@ -317,14 +322,9 @@ class DecodeEngine:
             self._release(key)
 
     def _release(self, key: RequestKey) -> None:
-        seated = self._seated.pop(key, None)
-        if seated is not None:
-            self._pool.free(seated.own_blocks())
-
-    def _sequence(self, key: RequestKey) -> Sequence:
-        sequence = self._seated[key].sequence
-        assert sequence is not None, f"{key} takes no steps yet"
-        return sequence
+        live = self._live.pop(key, None)
+        if live is not None:
+            self._seats.leave(live)
 
     def _wait_s(self, now: float) -> float:
         """How long nothing can happen by itself. A step may have made room: look again then."""

@@ -123,7 +123,9 @@ class ImportTable:
         """Looks at READs, fires deadlines, keeps streams alive; what has ended since the last."""
         for number in self._owned.live_reads():
             result = self._importer.poll(self._read_ids[number])
-            if result.state is not ReadState.IN_PROGRESS:
+            if result.state is ReadState.IN_PROGRESS:
+                self._owned.read_moved(number, result.moves, now)
+            else:
                 del self._read_ids[number]
                 end = ReadEnd(result.state.value)
                 self._owned.read_ended(number, end, now, result.epoch, result.error)

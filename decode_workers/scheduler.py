@@ -1,25 +1,32 @@
-"""Decides what a decode worker does next: who gets blocks and a seat, who advances by how much.
+"""Decides what a decode worker does next: who gets blocks and a seat, who advances, who gives way.
 
 The engine tells what happened (a request came, its KV arrived, its prompt was computed) and asks
 what to do. Pure: state and time in, decisions out; no torch, no I/O, no clock. A request lives in
 one place at a time, and holds blocks and a seat of the batch in all but the first:
 
-    submit -> waiting --admit--> importing --join--> running --remove--> gone
-                 ^  |                |                  ^
-                 |  |        (import failed:            |
-                 |  |         recompute here)           |
-                 +--|----------------+                  |
-                    +--admit--> prefilling -----join----+   the whole request is done here
+    submit -> waiting --admit--> importing ----join----> running --remove--> gone
+               ^ ^  |                | recompute           | |
+               | |  |                v                     | |
+               | +--|----------------+                     | |
+               |    +--admit--> prefilling --computed------+ |   its prompt is computed here
+               |                     |                       |
+               +---------------------+-----------------------+   preempt
 
-Cancel, deadline and failure remove it from any of them. Admission is first come, first served and
-reserves prompt and output in full, so that no running request ever has to give blocks back. A
-request that waits holds nothing here, and prefill never waits for a block of ours: no circle.
-Its prefill twin is `prefill_workers/scheduler.py`.
+Cancel, deadline and failure remove it from any of them. Every queue is in order of arrival.
+Admission is first come, first served; it reserves the prompt and a share of the output budget, and
+running requests grow from there. When blocks run out, the latest arrival gives its own back to
+an earlier one that needs them (`victim_for`), and waits at its place in the queue to be computed
+again from prompt and output. So the oldest request that runs never gives way and ends, whatever
+the pool's size; then the next one is the oldest. An import never gives way, because READs are
+under way into its blocks; it ends by itself. A request that waits holds nothing here, and prefill
+never waits for a block of ours: no circle. Its prefill twin is `prefill_workers/scheduler.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from hocket.errors import InvalidRequest, Overloaded, WorkerUnavailable
 from hocket.scheduling.chunk_planner import PlannedChunk, PromptProgress, plan_chunks
@@ -32,12 +39,15 @@ from hocket.types import Leg, RequestKey, StartRequest
 class DecodePolicy:
     """`max_batch`: requests that hold a seat at once. `max_waiting`: requests that may wait.
     `chunk_tokens`: prompt tokens per step where decode computes a prompt itself.
-    `draft_tokens`: most drafts per request and step."""
+    `draft_tokens`: most drafts per request and step.
+    `reserve_output_share`: of the output budget that a request gets blocks for at its start; with
+    1, nobody ever gives way."""
 
     max_batch: int
     max_waiting: int
     chunk_tokens: int
     draft_tokens: int
+    reserve_output_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +58,29 @@ class PlannedDecode:
     num_drafts: int
 
 
+@dataclass(slots=True)
+class DecodeCounters:
+    """Since the start of the worker, for metrics."""
+
+    preemptions: int = 0
+
+
 class DecodeScheduler:
     """The queues of one decode worker. Times are the engine's seconds."""
 
     def __init__(self, limits: RequestLimits, policy: DecodePolicy) -> None:
         self.limits = limits
         self.policy = policy
+        self.counters = DecodeCounters()
         self.is_draining = False
         self._waiting: dict[RequestKey, StartRequest] = {}
         self._importing: dict[RequestKey, StartRequest] = {}
         self._prefilling: dict[RequestKey, StartRequest] = {}
         self._running: dict[RequestKey, StartRequest] = {}
         self._computed_tokens: dict[RequestKey, int] = {}
-        self._must_recompute: set[RequestKey] = set()
+        self._num_submitted = 0
+        self._arrivals: dict[RequestKey, int] = {}
+        self._recomputed: set[RequestKey] = set()
         self._deadlines = Deadlines()
 
     def submit(self, request: StartRequest, now: float) -> None:
@@ -86,35 +106,74 @@ class DecodeScheduler:
                 "its limit (decode.max_waiting); retry.",
                 waiting=len(self._waiting),
             )
+        self._num_submitted += 1
+        self._arrivals[request.key] = self._num_submitted
         self._waiting[request.key] = request
         self._deadlines.add(request.key, now + request.deadline_s)
 
-    def next_waiting(self, free_blocks: int) -> StartRequest | None:
-        """The request to admit now: the oldest, if a seat and all of its blocks are free."""
-        oldest = next(iter(self._waiting.values()), None)
-        if oldest is None or self.num_seated >= self.policy.max_batch:
-            return None
-        return oldest if self.limits.blocks_needed(oldest) <= free_blocks else None
+    # Who gets a seat, and who gives it back.
 
-    def admit(self, key: RequestKey) -> bool:
-        """The request's blocks are reserved. True: import its KV; False: compute it here."""
+    def next_waiting(self) -> StartRequest | None:
+        """The oldest request that waits, if a seat is free; to be admitted if its blocks are."""
+        has_seat = self.num_seated < self.policy.max_batch
+        return next(iter(self._waiting.values()), None) if has_seat else None
+
+    def blocks_to_admit(self, request: StartRequest) -> int:
+        """Blocks that a request must have to start: for its prompt and a share of its output, at
+        least what its first decode step may write."""
+        max_tokens = request.stopping.max_tokens
+        share = math.ceil(max_tokens * self.policy.reserve_output_share)
+        one_step = 1 + self._draft_tokens(request)
+        return self.limits.blocks_for_output(request, min(max_tokens, max(share, one_step)))
+
+    def admit(self, key: RequestKey, cached_tokens: int = 0) -> bool:
+        """The request's blocks are reserved. True: import its KV; False: compute it here, all but
+        the `cached_tokens` that are here already."""
         request = self._waiting.pop(key)
-        if request.leg is Leg.DECODE and key not in self._must_recompute:
+        if request.leg is Leg.DECODE:
             self._importing[key] = request
             return True
+        assert cached_tokens < len(request.token_ids), (key, cached_tokens)
         self._prefilling[key] = request
-        self._computed_tokens[key] = 0
+        self._computed_tokens[key] = cached_tokens
         return False
 
     def recompute(self, key: RequestKey) -> None:
-        """The import failed and the blocks are given back: first in the queue again, to be
-        computed here."""
-        request = self._importing.pop(key)
-        self._must_recompute.add(key)
-        self._waiting = {key: request, **self._waiting}
+        """The hand-off failed, and its blocks, if it had any, are given back: the request is to be
+        computed here when its turn comes."""
+        self._recomputed.add(key)
+        request = self._importing.pop(key, None) or self._waiting[key]
+        self._wait_again(replace(request, leg=Leg.WHOLE, export=None))
+
+    def victim_for(self, key: RequestKey) -> RequestKey | None:
+        """Who gives its blocks back so that `key` can take its step: the latest of those that came
+        later. None: there is nobody, and `key` sits the step out."""
+        latest = max((*self._prefilling, *self._running), key=self._arrival)
+        return latest if latest != key else None
+
+    def preempt(self, key: RequestKey, output: Sequence[int]) -> None:
+        """The request gave its blocks back. What it has put out is now the end of its prompt, as
+        after a migration, and comes off its budget; its deadline stays."""
+        request = self._running.pop(key, None) or self._prefilling.pop(key)
+        self._computed_tokens.pop(key, None)
+        self.counters.preemptions += 1
+        max_tokens = request.stopping.max_tokens - len(output)
+        self._wait_again(
+            replace(
+                request,
+                token_ids=(*request.token_ids, *output),
+                stopping=replace(request.stopping, max_tokens=max_tokens),
+                leg=Leg.WHOLE,
+                export=None,
+                generated_tokens=request.generated_tokens + len(output),
+            )
+        )
 
     def is_recomputed(self, key: RequestKey) -> bool:
-        return key in self._must_recompute
+        """Whether its hand-off failed."""
+        return key in self._recomputed
+
+    # Who advances.
 
     def join(self, key: RequestKey) -> None:
         """The request's KV arrived: it takes part in decode steps."""
@@ -123,8 +182,8 @@ class DecodeScheduler:
     def plan_chunks(self) -> list[PlannedChunk]:
         """The prompt chunks of the next step, at most one per request that is computed here."""
         progress = [
-            PromptProgress(key, self._computed_tokens[key], len(request.token_ids))
-            for key, request in self._prefilling.items()
+            PromptProgress(key, self._computed_tokens[key], len(self._prefilling[key].token_ids))
+            for key in sorted(self._prefilling, key=self._arrival)
         ]
         return plan_chunks(progress, self.policy.chunk_tokens, self.limits.block_tokens)
 
@@ -137,14 +196,16 @@ class DecodeScheduler:
             self._running[chunk.key] = self._prefilling.pop(chunk.key)
 
     def plan_decode(self) -> list[PlannedDecode]:
-        """The requests of the next decode step and the drafts each may spend."""
-        return [PlannedDecode(k, self._draft_tokens(r)) for k, r in self._running.items()]
+        """The requests of the next decode step, oldest first, and the drafts each may spend."""
+        keys = sorted(self._running, key=self._arrival)
+        return [PlannedDecode(key, self._draft_tokens(self._running[key])) for key in keys]
 
     def remove(self, key: RequestKey) -> bool:
         """Forgets a request wherever it is; False when it is not here."""
         self._deadlines.discard(key)
         self._computed_tokens.pop(key, None)
-        self._must_recompute.discard(key)
+        self._arrivals.pop(key, None)
+        self._recomputed.discard(key)
         places = (self._waiting, self._importing, self._prefilling, self._running)
         return any(place.pop(key, None) is not None for place in places)
 
@@ -159,8 +220,10 @@ class DecodeScheduler:
         return [*self._running, *self._prefilling, *self._importing, *self._waiting]
 
     def __contains__(self, key: RequestKey) -> bool:
-        places = (self._waiting, self._importing, self._prefilling, self._running)
-        return any(key in place for place in places)
+        return key in self._arrivals
+
+    def is_running(self, key: RequestKey) -> bool:
+        return key in self._running
 
     @property
     def num_waiting(self) -> int:
@@ -174,12 +237,21 @@ class DecodeScheduler:
     @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens to be computed here, not yet computed."""
-        waiting = [r for r in self._waiting.values() if self._is_computed_here(r)]
+        waiting: Iterable[StartRequest] = (
+            request for request in self._waiting.values() if request.leg is Leg.WHOLE
+        )
         tokens = sum(len(r.token_ids) for r in (*waiting, *self._prefilling.values()))
         return tokens - sum(self._computed_tokens.values())
 
-    def _is_computed_here(self, request: StartRequest) -> bool:
-        return request.leg is Leg.WHOLE or request.key in self._must_recompute
+    def _wait_again(self, request: StartRequest) -> None:
+        """Into the queue at its place by arrival: before all that came later."""
+        self._waiting[request.key] = request
+        self._waiting = {
+            key: self._waiting[key] for key in sorted(self._waiting, key=self._arrival)
+        }
+
+    def _arrival(self, key: RequestKey) -> int:
+        return self._arrivals[key]
 
     def _draft_tokens(self, request: StartRequest) -> int:
         asked = request.max_draft_tokens

@@ -32,10 +32,12 @@ from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import HandOffFailed, HocketError
-from hocket.execution.model_setup import nixl_options, set_up_model
+from hocket.execution.model_setup import set_up_model
+from hocket.execution.transfer_setup import set_up_importer
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
 from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
-from hocket.kv.nixl_transfer import NixlImporter
+from hocket.kv.prefix_cache import PrefixCache
+from hocket.kv.transfer import KVImporter
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc import worker_pb2_grpc
 from hocket.rpc.clients import WorkerClient
@@ -153,13 +155,13 @@ class ImportStreams:
 
 def build_worker(
     settings: WorkerSettings, address: str, peers: GroupPeers
-) -> tuple[WorkerParts[ImportCommand | WakeUp, ImportMessage], NixlImporter]:
+) -> tuple[WorkerParts[ImportCommand | WakeUp, ImportMessage], KVImporter]:
     """The whole worker, from the checkpoint to the engine, not yet running; and its importer."""
     pool = settings.pool
     assert isinstance(pool, DecodeSettings), settings.role
     model = set_up_model(settings, peers.wake)
     cache, transfer = model.runner.cache, settings.transfer
-    importer = NixlImporter(model.registered_pool(), nixl_options(settings))
+    importer = set_up_importer(settings, model.registered_pool())
     imports = ImportTable(
         cache.pool,
         importer,
@@ -177,7 +179,10 @@ def build_worker(
         max_waiting=pool.max_waiting,
         chunk_tokens=pool.chunk_tokens,
         draft_tokens=model.max_draft_tokens,
+        reserve_output_share=pool.reserve_output_share,
     )
+    block_tokens = cache.layout.block_tokens
+    prefixes = PrefixCache(cache.pool, model.fingerprint.weights, block_tokens)
     scheduler = DecodeScheduler(model.limits, policy)
     engine = DecodeEngine(
         scheduler,
@@ -185,13 +190,20 @@ def build_worker(
         imports,
         can_recompute=transfer.policy == "recompute",
         together=model.rank.lockstep if model.rank is not None else None,
+        prefixes=prefixes if pool.prefix_cache else None,
     )
     if model.rank is not None:
         # Also the moment from which every rank has its model.
         everyone = model.rank.group.tell_all("address", address)
         peers.meet([other for other in everyone if other != address])
     description = model.description(settings, address)
+    counters: dict[str, object] = {
+        "hocket": scheduler.counters,
+        "hocket_decode_hand_off": imports.counters,
+        "hocket_prefix_cache": prefixes.entries.counters,
+        "hocket_transfer": importer.counters,
+    }
     parts: WorkerParts[ImportCommand | WakeUp, ImportMessage] = WorkerParts(
-        engine, description, imports.counters, release=importer.close
+        engine, description, counters, release=importer.close
     )
     return parts, importer

@@ -19,6 +19,7 @@ from typing import Any
 from hocket.autoscaler_settings import AutoscalerSettings, check_pool
 from hocket.errors import ConfigError
 from hocket.toml_tables import at_least, between, build, lay_over, one_of, wrong
+from hocket.transfer_settings import FaultSettings, TransferSettings, check_transfer
 from hocket.types import Role
 
 EMBEDDED_MODEL = "hocket-tiny"
@@ -101,6 +102,7 @@ class PrefillSettings:
     chunk_tokens: most prompt tokens that one step computes.
     max_batch: most prompts that one step works on.
     max_waiting: most requests that wait for admission; beyond it RESOURCE_EXHAUSTED.
+    prefix_cache: requests share the KV blocks of equal beginnings, also after the first one ended.
     num_blocks: KV blocks of the pool; 0: as many as fit into kv_memory_gib.
     kv_memory_gib: GiB of KV cache when num_blocks is 0.
     threads: compute threads; 0: locally the cores are shared, else placement.num_cpus.
@@ -111,6 +113,7 @@ class PrefillSettings:
     chunk_tokens: int = between(16, 65536, 512)
     max_batch: int = between(1, 4096, 16)
     max_waiting: int = at_least(0, 1024)
+    prefix_cache: bool = True
     num_blocks: int = at_least(0, 0)
     kv_memory_gib: float = at_least(0.001, 0.25)
     threads: int = between(0, 1024, 0)
@@ -128,6 +131,9 @@ class DecodeSettings:
     draft_tokens: most draft tokens a step proposes per request (k); 0 turns drafting off.
     chunk_tokens: most prompt tokens a step computes, when decode has to compute a prompt itself.
     max_batch: most requests that run at once.
+    reserve_output_share: share of max_tokens that a request gets KV blocks for at its start; it
+        grows from there, and when blocks run out the latest request gives way to earlier ones and
+        is computed again. 1: all of max_tokens, so that nobody ever gives way.
     """
 
     workers: int = between(1, 4096, 1)
@@ -137,36 +143,12 @@ class DecodeSettings:
     chunk_tokens: int = between(16, 65536, 512)
     max_batch: int = between(1, 4096, 64)
     max_waiting: int = at_least(0, 1024)
+    reserve_output_share: float = between(0.0, 1.0, 0.25)
+    prefix_cache: bool = True
     num_blocks: int = at_least(0, 0)
     kv_memory_gib: float = at_least(0.001, 0.25)
     threads: int = between(0, 1024, 0)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """[transfer]: how KV blocks cross from prefill to decode.
-
-    backend: "nixl" between processes; "memory" only inside one process (tests).
-    tls: "auto" lets UCX find RDMA, NVLink, shared memory or TCP; "tcp" allows TCP only.
-    open_timeout_s: a finished or running export that no decode worker opens is given up.
-    progress_timeout_s: an open hand-off on which nothing moves is given up.
-    read_timeout_s: one READ that takes longer is abandoned and its blocks quarantined.
-    num_slots: hand-offs that one prefill worker can have in flight.
-    max_unread_share: share of prefill's blocks that finished, unread prompts may hold.
-    max_quarantine_share: share of decode's blocks in quarantine that forces a new import agent.
-    policy: a failed hand-off is computed again by decode ("recompute") or fails the request.
-    """
-
-    backend: str = one_of("nixl", "memory")
-    tls: str = one_of("auto", "tcp")
-    open_timeout_s: float = at_least(0.01, 15.0)
-    progress_timeout_s: float = at_least(0.01, 10.0)
-    read_timeout_s: float = at_least(0.01, 10.0)
-    num_slots: int = between(1, 65536, 256)
-    max_unread_share: float = between(0.01, 1.0, 0.5)
-    max_quarantine_share: float = between(0.01, 1.0, 0.25)
-    policy: str = one_of("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +253,7 @@ class Config:
     autoscaler: AutoscalerSettings = field(default_factory=AutoscalerSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    faults: FaultSettings = field(default_factory=FaultSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +288,7 @@ class WorkerSettings:
     pool: PrefillSettings | DecodeSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    faults: FaultSettings = field(default_factory=FaultSettings)
     host: str = "127.0.0.1"
     port: int = 0
     threads: int = 1
@@ -329,6 +313,7 @@ def worker_settings(
         pool=pool,
         transfer=config.transfer,
         telemetry=config.telemetry,
+        faults=config.faults,
         host=config.cluster.host or "127.0.0.1",
         threads=pool.threads or 1,
         max_message_bytes=config.gateway.max_message_bytes,
@@ -373,6 +358,7 @@ def _check_together(config: Config) -> None:
     if renew_s * 2 > lease_s:
         limit = f"at least twice redis.renew_s ({renew_s}), so that one late renewal is forgiven"
         raise wrong("redis.lease_s", lease_s, limit)
+    check_transfer(config.transfer, config.faults)
     if config.autoscaler.enabled:
         check_pool("prefill", config.prefill.workers, config.autoscaler.prefill)
         check_pool("decode", config.decode.workers, config.autoscaler.decode)

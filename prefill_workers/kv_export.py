@@ -155,8 +155,10 @@ class ExportTable:
                 ack = update.acknowledge
                 self._owned.acknowledge(stream, ack.first_block, ack.num_blocks, now)
             case "close":
-                is_done = update.close.reason == worker.CloseExport.REASON_DONE
-                self._owned.close(stream, is_done, now)
+                reason = update.close.reason
+                is_done = reason == worker.CloseExport.REASON_DONE
+                is_cancelled = reason == worker.CloseExport.REASON_CANCELLED
+                self._owned.close(stream, is_done, now, is_cancelled=is_cancelled)
             case _:
                 # Progress, or a word of a newer protocol: the peer is alive.
                 self._owned.progress(stream, now)

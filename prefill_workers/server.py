@@ -132,4 +132,8 @@ def build_worker(
         prefixes=prefixes if pool.prefix_cache else None,
     )
     description = model.description(settings, address)
-    return WorkerParts(engine, description, exports.counters, release=exporter.close)
+    counters: dict[str, object] = {
+        "hocket_prefill_hand_off": exports.counters,
+        "hocket_prefix_cache": prefixes.entries.counters,
+    }
+    return WorkerParts(engine, description, counters, release=exporter.close)

@@ -29,8 +29,8 @@ decode worker on loopback. An unknown key or a value out of range is an error th
 allowed. `deploy/examples/` has files to start from. On Kubernetes the same keys stand below
 `config` in the chart's values, but those that follow from its other values.
 
-This page is made from `hocket/config.py` and `hocket/autoscaler_settings.py` by
-`python tools/generate_configuration.py`: change it there.
+This page is made from `hocket/config.py`, `hocket/autoscaler_settings.py` and
+`hocket/transfer_settings.py` by `python tools/generate_configuration.py`: change it there.
 """
 
 _HEAD = r"((?:\[[\w.]+\](?:, )?)+): (.+?)(?: Keys as in \[(\w+)\], but these:)?"

@@ -6,7 +6,7 @@ Prometheus counter when someone asks. `observe` is told every turn by the server
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from hocket.telemetry import GAUGE, DraftMetrics, WorkerMetrics
+from hocket.draft_metrics import DraftMetrics
+from hocket.telemetry import GAUGE, WorkerMetrics
 from hocket.types import (
     DraftCounts,
     Event,
@@ -37,9 +38,9 @@ class CounterCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for field in fields(self._counters):
-            words = field.name.replace("_", " ")
+            words = f"{self._prefix}_{field.name}".removeprefix("hocket_").replace("_", " ")
             kind = GaugeMetricFamily if field.metadata == GAUGE else CounterMetricFamily
-            family = kind(f"{self._prefix}_{field.name}", f"Hand-offs: {words}.")
+            family = kind(f"{self._prefix}_{field.name}", f"{words.capitalize()}.")
             family.add_metric([], float(getattr(self._counters, field.name)))
             yield family
 
@@ -97,8 +98,8 @@ class DecodeMetrics:
 class EngineMetrics:
     """What one worker shows of its engine."""
 
-    def __init__(self, role: Role, hand_off_counters: Any) -> None:
-        """`hand_off_counters` is the dataclass of counts of the worker's export or import table."""
+    def __init__(self, role: Role, counters: Mapping[str, object]) -> None:
+        """`counters`: dataclasses of counts by the beginning of their metrics' names."""
         self.registry = CollectorRegistry()
         self._worker = WorkerMetrics(self.registry)
         self._decode = DecodeMetrics(self.registry) if role is Role.DECODE else None
@@ -110,7 +111,8 @@ class EngineMetrics:
             ["reason"],
             registry=self.registry,
         )
-        self.registry.register(CounterCollector(f"hocket_{role.value}_hand_off", hand_off_counters))
+        for prefix, counts in counters.items():
+            self.registry.register(CounterCollector(prefix, counts))
 
     def observe_identity(self, worker: WorkerDescription) -> None:
         """Who the worker is; again when its transport has become known."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from hocket import environment
 from hocket.clock import SystemClock
 from hocket.config import TelemetrySettings
 from hocket.errors import ConfigError, WorkerUnavailable
@@ -82,13 +83,13 @@ class HandOffStreams(Protocol[MessageIn]):
 class WorkerParts(Generic[HandOffCommand, Message]):
     """A worker as it was built, not yet running.
 
-    `hand_off_counters` is the dataclass of counts of its export or import table. `release` frees
+    `counters` are dataclasses of counts, by the beginning of their metrics' names. `release` frees
     its transfer after the engine's thread ended.
     """
 
     engine: Engine[HandOffCommand, Message]
     description: WorkerDescription
-    hand_off_counters: object
+    counters: Mapping[str, object]
     release: Callable[[], None]
 
 
@@ -117,7 +118,7 @@ class WorkerServer(Generic[HandOffCommand, Message]):
         )
         self._streams = open_streams(self._thread.post)
         self._sessions = SessionServer(self, parts.description.epoch)
-        self._metrics = EngineMetrics(parts.description.role, parts.hand_off_counters)
+        self._metrics = EngineMetrics(parts.description.role, parts.counters)
         self._metrics.observe_identity(parts.description)
         self._page: MetricsPage | None = None
         self._health = _HealthServicer()
@@ -324,8 +325,14 @@ def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
     """A server that is bound but not started, and its address; port 0 takes a free one.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: nothing can listen there, or no peer could call what is listened on.
     """
+    if environment.is_no_address(host):
+        raise ConfigError(
+            f"A worker tells its peers the address that it binds, and they cannot call {host}: "
+            "name one of this machine's own addresses.",
+            field="cluster.host",
+        )
     server = grpc.aio.server(options=server_options())
     try:
         bound = server.add_insecure_port(f"{host}:{port}")

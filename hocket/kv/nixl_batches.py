@@ -22,7 +22,8 @@ _BATCH_BYTES = 8 * 2**20
 
 @dataclass(slots=True)
 class Read:
-    """A READ as it is asked for; `word` is where its epoch may land."""
+    """A READ as it is asked for; `word` is where its epoch may land, `moves` how often something
+    of it or before it has."""
 
     id: ReadId
     peer: PoolDescription
@@ -31,6 +32,7 @@ class Read:
     local_blocks: list[int]
     checksums: Sequence[int] = ()
     word: int = 0
+    moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ class Peer:
     def takes_batch(self) -> bool:
         """Whether the next READs may leave now."""
         return bool(self.waiting) and not (self.may_be_tcp and self.batches)
+
+    def moved(self, batch: Batch) -> None:
+        """A post of the batch has ended: so much for its READs and those that wait behind it."""
+        for read in (*batch.reads, *self.waiting):
+            read.moves += 1
 
     def take_batch(self, block_bytes: int) -> Batch:
         """Takes READs that wait, up to _BATCH_BYTES, but always one. For chunks of one prompt, one

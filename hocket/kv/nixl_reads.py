@@ -19,6 +19,7 @@ import numpy as np
 
 from hocket.kv.checksum import find_damage
 from hocket.kv.nixl_agent import (
+    Link,
     NixlAgent,
     NixlError,
     NixlOptions,
@@ -28,7 +29,7 @@ from hocket.kv.nixl_agent import (
 )
 from hocket.kv.nixl_batches import Batch, Close, Command, Forget, Peer, Read, Rebuild
 from hocket.kv.pool_bytes import blocks_of
-from hocket.kv.transfer import ReadId, ReadResult, ReadState, TransferCounters
+from hocket.kv.transfer import PoolDescription, ReadId, ReadResult, ReadState, TransferCounters
 from hocket.kv.transport import UNKNOWN, is_downgrade, is_tcp, why_not_read
 from hocket.kv.ucx_log import read_log_of_this_process, transports_in_log
 
@@ -44,6 +45,8 @@ _SHORTEST_POLL_S = 0.00005
 _LONGEST_POLL_S = 0.002
 # Results wait at most about this long for others to be told with.
 _TELL_AFTER_S = 0.001
+# An import agent younger than this is not made anew because it can't connect to a peer.
+_TRUSTED_S = 1.0
 
 _FENCED = ReadResult(ReadState.FENCED)
 
@@ -70,6 +73,7 @@ class ImportLoop:
         self._words = np.zeros(_NUM_WORDS, dtype=np.uint64)
         self._free_words = deque(range(_NUM_WORDS))
         self._agent: NixlAgent | None = None
+        self._made_at = 0.0
         self._peers: dict[str, Peer] = {}
         # A peer came by a transport that is not allowed.
         self._is_tainted = False
@@ -137,13 +141,27 @@ class ImportLoop:
             self._check(read)
             peer = self._peers.get(read.peer.agent)
             if peer is None:
-                peer = Peer(self._nixl().connect(read.peer))
+                peer = Peer(self._connect(read.peer))
                 self._peers[read.peer.agent] = peer
         except NixlError as error:
             self._end(read, ReadResult(ReadState.FAILED, str(error)))
             return
         read.word = self._free_words.popleft()
         peer.waiting.append(read)
+
+    def _connect(self, pool: PoolDescription) -> Link:
+        """An agent that was made while the network was down uses none of its devices for ever, so
+        one that reaches nobody is made anew, but not again and again. Raises NixlError."""
+        agent = self._nixl()
+        try:
+            return agent.connect(pool)
+        except NixlError as error:
+            is_needed = any(peer.is_busy for peer in self._peers.values())
+            if is_needed or time.monotonic() - self._made_at < _TRUSTED_S:
+                raise
+            _logger.warning("A peer is tried again with a new import agent: %s", error)
+        self._rebuild()
+        return self._nixl().connect(pool)
 
     def _check(self, read: Read) -> None:
         """What the peer says of itself must fit what is asked of it."""
@@ -182,6 +200,8 @@ class ImportLoop:
         agent = self._nixl()
         while not batch.handle or agent.is_done(batch.handle):
             self._last_move = time.monotonic()
+            if batch.handle:
+                peer.moved(batch)
             self._release(batch)
             if not batch.posts:
                 self._judge(peer)
@@ -272,6 +292,7 @@ class ImportLoop:
         return self._agent
 
     def _new_agent(self) -> NixlAgent:
+        self._made_at = time.monotonic()
         return NixlAgent(self._bindings, new_agent_name("imp"), self._pool, self._words)
 
     def _rebuild(self) -> None:

@@ -41,8 +41,6 @@ _logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
 
-_IN_PROGRESS = ReadResult(ReadState.IN_PROGRESS)
-
 
 class NixlExporter:
     """A `KVExporter`. Built and closed by one thread; the rest from any."""
@@ -108,7 +106,7 @@ class NixlImporter:
         """
         self._pool = pool
         self._numbers = itertools.count(1)
-        self._in_flight: set[ReadId] = set()
+        self._in_flight: dict[ReadId, Read] = {}
         self._loop = ImportLoop(load_bindings(options.cuda_version), pool, options)
         self._thread = threading.Thread(target=self._loop.run, name="kv-import", daemon=True)
         self._thread.start()
@@ -138,8 +136,8 @@ class NixlImporter:
         assert len(remote_blocks) == len(local_blocks), (remote_blocks, local_blocks)
         assert 0 <= min(local_blocks) <= max(local_blocks) < self._pool.num_blocks, local_blocks
         id = ReadId(next(self._numbers))
-        self._in_flight.add(id)
         read = Read(id, peer, slot, list(remote_blocks), list(local_blocks), tuple(checksums))
+        self._in_flight[id] = read
         self._loop.inbox.put(read)
         return id
 
@@ -150,8 +148,8 @@ class NixlImporter:
         if result is None:
             if self._loop.crash is not None:
                 raise InternalError("The KV import thread has died.") from self._loop.crash
-            return _IN_PROGRESS
-        self._in_flight.remove(read)
+            return ReadResult(ReadState.IN_PROGRESS, moves=self._in_flight[read].moves)
+        del self._in_flight[read]
         return result
 
     def notify(self, on_end: Callable[[], None]) -> None:

@@ -10,10 +10,12 @@ block that nobody holds until its room is needed, and tells the index when it go
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import pack
 
 from hocket.kv.block_pool import BlockPool
+from hocket.telemetry import GAUGE
 
 
 def prefix_root(model_revision: str, adapter: str, tenant_salt: bytes) -> bytes:
@@ -43,25 +45,25 @@ def block_hashes(root: bytes, token_ids: Sequence[int], block_tokens: int) -> li
     return hashes
 
 
-class PrefixIndex:
-    """The hashed blocks of one pool. Not thread-safe: the engine thread owns both.
+@dataclass(slots=True)
+class PrefixCounters:
+    """Blocks, since the start of the worker: that `claim` found and did not find, that left the
+    index; and those that are in it now, held or cached."""
 
-    `num_hits` and `num_misses` count the blocks that `claim` found and did not find, `num_evicted`
-    those that left the index.
-    """
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    evicted_blocks: int = 0
+    indexed_blocks: int = field(default=0, metadata=GAUGE)
+
+
+class PrefixIndex:
+    """The hashed blocks of one pool. Not thread-safe: the engine thread owns both."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._hash_to_block: dict[bytes, int] = {}
         self._block_to_hash: dict[int, bytes] = {}
-        self.num_hits = 0
-        self.num_misses = 0
-        self.num_evicted = 0
-
-    @property
-    def num_indexed(self) -> int:
-        """Blocks in the index, held or cached."""
-        return len(self._hash_to_block)
+        self.counters = PrefixCounters()
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest prefix of `hashes` that is indexed, in order. Nothing is held or
@@ -78,8 +80,8 @@ class PrefixIndex:
         """`match`, with the caller as one more holder of each block; once per request."""
         blocks = self.match(hashes)
         self._pool.share(blocks)
-        self.num_hits += len(blocks)
-        self.num_misses += len(hashes) - len(blocks)
+        self.counters.hit_blocks += len(blocks)
+        self.counters.missed_blocks += len(hashes) - len(blocks)
         return blocks
 
     def insert(self, block_hash: bytes, block: int) -> bool:
@@ -92,8 +94,10 @@ class PrefixIndex:
         self._pool.mark_indexed(block, self._forget)
         self._hash_to_block[block_hash] = block
         self._block_to_hash[block] = block_hash
+        self.counters.indexed_blocks += 1
         return True
 
     def _forget(self, block: int) -> None:
         del self._hash_to_block[self._block_to_hash.pop(block)]
-        self.num_evicted += 1
+        self.counters.indexed_blocks -= 1
+        self.counters.evicted_blocks += 1

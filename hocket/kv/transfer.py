@@ -59,6 +59,8 @@ class ReadState(Enum):
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """How a READ stands now. `error` is set when FAILED or CORRUPT, `epoch` when DONE or CORRUPT.
+    `moves` grows while IN_PROGRESS, whenever a part of it has landed or of a READ that goes before
+    it on the same way; a transfer that does not know leaves it at 0.
 
     Look at the epoch first: an owner that took its blocks back explains any bytes.
     """
@@ -66,6 +68,7 @@ class ReadResult:
     state: ReadState
     error: str = ""
     epoch: int | None = None
+    moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)

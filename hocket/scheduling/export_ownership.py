@@ -226,17 +226,21 @@ class ExportOwnership:
         """The reader is alive."""
         self._moved(stream, now)
 
-    def close(self, stream: int, is_done: bool, now: float) -> None:
-        """The reader has all of it, or gives it up."""
+    def close(self, stream: int, is_done: bool, now: float, *, is_cancelled: bool = False) -> None:
+        """The reader has all of it, or gives it up: because the request was cancelled there, or
+        because the hand-off failed, which the reader may still make good."""
         if (export := self._moved(stream, now)) is None:
             return
         key = self._streams.keys[stream]
         if is_done and not export.is_computing:
             self.counters.completed += 1
             self._end(key, None, now)
-        else:
-            self.counters.aborted += 1
-            self._end(key, Cancelled(f"The reader of {key} closed the hand-off."), now)
+            return
+        self.counters.aborted += 1
+        error: HocketError = HandOffFailed(f"The reader of {key} gave the hand-off up.")
+        if is_cancelled:
+            error = Cancelled(f"The reader of {key} cancelled it.")
+        self._end(key, error, now)
 
     def refuse(self, stream: int, error: HocketError, now: float) -> None:
         """Ends a stream that asked for what it may not have, and the export that it reads."""

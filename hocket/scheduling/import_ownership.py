@@ -196,6 +196,11 @@ class ImportOwnership:
         """READs that have not ended, as numbered in `PostRead`; abandoned ones too."""
         return self._reads.numbers()
 
+    def read_moved(self, number: int, moves: int, now: float) -> None:
+        """`moves`: how often something of a READ, or of those before it on the same way, has
+        landed. A slow one is not a stuck one: its deadline is counted from its last move."""
+        self._reads.moved(number, moves, now)
+
     def read_ended(
         self, number: int, end: ReadEnd, now: float, epoch: int | None = None, error: str = ""
     ) -> None:
@@ -336,7 +341,7 @@ class ImportOwnership:
             return  # Another READ of the same prompt was overdue, too.
         self.counters.reads_timed_out += 1
         timeout_s = self.limits.read_timeout_s
-        error = f"{read.key}: a READ did not end within {timeout_s:g} s."
+        error = f"{read.key}: a READ did not end within {timeout_s:g} s of its last move."
         self.fail(read.key, HandOffFailed(error), now)
 
     def _say(self, current: _Import, word: ImportWord, now: float) -> None:

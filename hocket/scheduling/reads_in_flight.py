@@ -34,6 +34,7 @@ class Read:
     posted: float = 0.0
     deadline: float = 0.0
     attempt: int = 1
+    moves: int = 0
     is_abandoned: bool = False
 
 
@@ -64,6 +65,7 @@ class ReadsInFlight:
     def post(self, read: Read, now: float) -> int:
         """Sends the READ off, for the first time or again; returns its new number."""
         read.posted = now
+        read.moves = 0
         read.deadline = now + self._limits.read_timeout_s
         self._num_reads += 1
         number = self._num_reads
@@ -72,6 +74,13 @@ class ReadsInFlight:
         post = PostRead(number, read.key, read.remote_blocks, read.local_blocks, read.checksums)
         self._say(post)
         return number
+
+    def moved(self, number: int, moves: int, now: float) -> None:
+        """As `ImportOwnership.read_moved`."""
+        read = self._reads[number]
+        if moves > read.moves and not read.is_abandoned:
+            read.moves = moves
+            read.deadline = now + self._limits.read_timeout_s
 
     def end(self, number: int) -> Read | None:
         """The READ writes nowhere any more; None when nobody waited for it: its blocks are free."""
@@ -96,7 +105,7 @@ class ReadsInFlight:
         return blocks
 
     def overdue(self, now: float) -> list[Read]:
-        """Live READs that take too long."""
+        """Live READs of which nothing has landed for too long."""
         return [r for r in self._reads.values() if not r.is_abandoned and now >= r.deadline]
 
     def next_due(self, now: float) -> list[float]:

@@ -18,6 +18,7 @@ from hocket.execution.model_runner import DecodeOutput, ModelRunner
 from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.memory_transfer import MemoryFabric, MemoryImporter
 from hocket.kv.paged_cache import PagedCache
+from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.transformer import Transformer
@@ -77,26 +78,39 @@ class FragileRunner(ModelRunner):
 
 @dataclass(frozen=True)
 class TinyWorker:
-    """An engine with its parts; chunks of 16 tokens, 8 blocks of 16 tokens, up to 3 drafts."""
+    """An engine with its parts; chunks of 16 tokens, blocks of 16 tokens, up to 3 drafts."""
 
     engine: DecodeEngine
+    scheduler: DecodeScheduler
     runner: FragileRunner
     imports: ImportTable
+    fabric: MemoryFabric
     fingerprint: Fingerprint
 
 
 @pytest.fixture
 def make_worker(tiny_model: Transformer) -> Callable[..., TinyWorker]:
-    def make(*, can_recompute: bool = True) -> TinyWorker:
+    def make(
+        *,
+        can_recompute: bool = True,
+        num_blocks: int = NUM_BLOCKS,
+        reserve_output_share: float = 1.0,
+        prefix_cache: bool = False,
+    ) -> TinyWorker:
         fingerprint = Fingerprint("w", "kv", BLOCK_TOKENS, "float32", "n")
-        cache = PagedCache(tiny_model.kv_layout(BLOCK_TOKENS), NUM_BLOCKS, "cpu")
+        cache = PagedCache(tiny_model.kv_layout(BLOCK_TOKENS), num_blocks, "cpu")
         runner = FragileRunner(tiny_model, cache, MTPDraftSource(tiny_model, cache))
-        importer = MemoryImporter(MemoryFabric(), [bytes(8)] * NUM_BLOCKS)
+        fabric = MemoryFabric()
+        importer = MemoryImporter(fabric, [bytes(8)] * num_blocks)
         settings = ImportSettings("d", 1, fingerprint, 5.0, 5.0, 0.25)
         imports = ImportTable(cache.pool, importer, settings)
-        limits = RequestLimits(200, 50, NUM_BLOCKS, BLOCK_TOKENS)
-        scheduler = DecodeScheduler(limits, DecodePolicy(4, 4, chunk_tokens=16, draft_tokens=3))
-        engine = DecodeEngine(scheduler, runner, imports, can_recompute=can_recompute)
-        return TinyWorker(engine, runner, imports, fingerprint)
+        limits = RequestLimits(200, 50, num_blocks, BLOCK_TOKENS)
+        policy = DecodePolicy(4, 6, 16, 3, reserve_output_share)
+        scheduler = DecodeScheduler(limits, policy)
+        prefixes = PrefixCache(cache.pool, "w", BLOCK_TOKENS) if prefix_cache else None
+        engine = DecodeEngine(
+            scheduler, runner, imports, can_recompute=can_recompute, prefixes=prefixes
+        )
+        return TinyWorker(engine, scheduler, runner, imports, fabric, fingerprint)
 
     return make

@@ -3,94 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from decode_workers.engine import DecodeEngine
 from decode_workers.import_stream import (
     EventArrived,
-    ImportMessage,
     OpenStream,
     SendUpdate,
     StreamGone,
 )
 from hocket.errors import HandOffFailed, WorkerUnavailable
-from hocket.execution.engine_thread import BeginDrain, CancelRequest, FailRequests, StepOutput
+from hocket.execution.engine_thread import BeginDrain, CancelRequest, FailRequests
 from hocket.kv.wire import error_to_event
+from hocket.rpc import worker_pb2 as worker
 from hocket.types import (
-    Event,
-    ExportHandle,
-    Failed,
-    Fingerprint,
     Finished,
     FinishReason,
     Joined,
-    Leg,
     RequestKey,
-    SamplingParams,
-    StartRequest,
     StoppingParams,
     Tokens,
 )
+from tests.decode_workers.rig import Rig
 
 NUM_BLOCKS = 8
 
 
-@dataclass
-class Rig:
-    """An engine under a hand-moved clock; events and messages are kept as they come."""
-
-    engine: DecodeEngine
-    runner: Any
-    fingerprint: Fingerprint
-    events: list[Event]
-    messages: list[ImportMessage]
-    now: float = 1.0
-
-    def turn(self, count: int = 1) -> StepOutput[ImportMessage]:
-        for _ in range(count):
-            output = self.engine.step(self.now)
-            self.events += output.events
-            self.messages += output.messages
-        return output
-
-    def start(self, name: str, prompt: int = 20, max_tokens: int = 8, **changes: object) -> None:
-        request = StartRequest(
-            key=RequestKey(name),
-            token_ids=tuple(i % 50 for i in range(prompt)),
-            sampling=SamplingParams(temperature=0.0),
-            stopping=StoppingParams(max_tokens),
-            leg=Leg.WHOLE,
-            deadline_s=30.0,
-        )
-        self.engine.take(replace(request, **changes), self.now)  # type: ignore[arg-type]
-
-    def import_(self, name: str, weights: str = "w") -> None:
-        fingerprint = replace(self.fingerprint, weights=weights)
-        handle = ExportHandle("p", 1, "p:1", 0, 1, fingerprint, num_blocks=2)
-        self.start(name, leg=Leg.DECODE, export=handle)
-
-    def of(self, kind: type) -> list[str]:
-        return [event.key.request_id for event in self.events if isinstance(event, kind)]
-
-    def failures(self) -> list[tuple[str, str]]:
-        failed = [event for event in self.events if isinstance(event, Failed)]
-        return [(event.key.request_id, event.reason) for event in failed]
-
-    @property
-    def free_blocks(self) -> int:
-        return self.runner.cache.pool.num_free
-
-
-def rig_of(worker: Any) -> Rig:
-    return Rig(worker.engine, worker.runner, worker.fingerprint, [], [])
-
-
 @pytest.fixture
 def rig(make_worker: Callable[..., Any]) -> Rig:
-    return rig_of(make_worker())
+    return Rig(make_worker())
 
 
 def test_a_whole_request_joins_and_finishes_with_its_draft_counts(rig: Rig) -> None:
@@ -125,6 +67,79 @@ def test_an_import_opens_its_stream_in_the_turn_that_admits_it(rig: Rig) -> None
     assert rig.free_blocks == NUM_BLOCKS - 2
 
 
+def test_a_request_that_waits_for_blocks_keeps_its_export_alive(rig: Rig) -> None:
+    rig.start("big", prompt=60, max_tokens=60)
+    rig.turn()
+    rig.import_("a")
+    rig.turn()
+    assert [message.key.request_id for message in rig.messages] == ["a"]
+    rig.prefill_hands_over("a")
+    for _ in range(9):
+        rig.now += 1.0
+        rig.turn()
+        rig.prefill_says("a", worker.ExportEvent(progress=worker.Progress()))
+    assert rig.said("a").count("progress") > 3
+    assert rig.of(Joined) == ["big"]
+    rig.turn_until(lambda: "a" in rig.of(Finished))
+    (joined,) = [e for e in rig.events if isinstance(e, Joined) and e.key.request_id == "a"]
+    assert (joined.imported_bytes, joined.recomputed) == (16, False)
+    assert rig.is_at_rest
+
+
+def test_a_hand_off_that_fails_in_the_queue_is_computed_at_its_turn_and_told(rig: Rig) -> None:
+    rig.start("big", prompt=60, max_tokens=60)
+    rig.turn()
+    rig.import_("a")
+    rig.start("b", prompt=60, max_tokens=60)
+    rig.turn()
+    rig.engine.take(StreamGone(RequestKey("a"), HandOffFailed("cut")), rig.now)
+    rig.turn_until(lambda: len(rig.of(Finished)) == 3)
+    joined = {e.key.request_id: e.recomputed for e in rig.events if isinstance(e, Joined)}
+    assert joined == {"big": False, "a": True, "b": False}
+    assert rig.of(Joined) == ["big", "a", "b"]
+    assert rig.is_at_rest
+
+
+def test_a_hand_off_that_fails_in_the_queue_fails_where_nothing_may_be_recomputed(
+    make_worker: Callable[..., Any],
+) -> None:
+    rig = Rig(make_worker(can_recompute=False))
+    rig.start("big", prompt=60, max_tokens=60)
+    rig.turn()
+    rig.import_("a")
+    rig.turn()
+    rig.engine.take(StreamGone(RequestKey("a"), HandOffFailed("cut")), rig.now)
+    rig.turn()
+    assert rig.failures() == [("a", "HAND_OFF_FAILED")]
+    rig.turn_until(lambda: rig.is_at_rest)
+
+
+@pytest.mark.parametrize("leave", ["cancel", "deadline"])
+def test_cancel_and_deadline_reach_an_import_that_waits_and_end_its_stream(
+    rig: Rig, leave: str
+) -> None:
+    rig.start("big", prompt=60, max_tokens=60)
+    rig.turn()
+    rig.import_("a", deadline_s=2.0)
+    rig.turn()
+    if leave == "cancel":
+        rig.engine.take(CancelRequest(RequestKey("a")), rig.now)
+    else:
+        rig.now += 2.0
+    rig.turn()
+    assert rig.failures() == [("a", "CANCELLED" if leave == "cancel" else "DEADLINE_EXCEEDED")]
+    assert rig.said("a") == ["close"]
+    rig.turn_until(lambda: rig.is_at_rest)
+
+
+def test_an_export_of_another_prompts_size_is_never_opened(rig: Rig) -> None:
+    rig.import_("a", prompt=20)
+    rig.import_("b", prompt=20, token_ids=(1,) * 40)
+    rig.turn_until(lambda: "b" in rig.of(Finished))
+    assert [m.key.request_id for m in rig.messages if isinstance(m, OpenStream)] == ["a"]
+    assert [e.recomputed for e in rig.events if isinstance(e, Joined)] == [True]
+
+
 def test_a_stream_that_breaks_is_computed_here_and_told(rig: Rig) -> None:
     rig.import_("a")
     rig.turn()
@@ -139,7 +154,7 @@ def test_a_stream_that_breaks_is_computed_here_and_told(rig: Rig) -> None:
 def test_a_stream_that_breaks_fails_the_request_where_nothing_may_be_recomputed(
     make_worker: Callable[..., Any],
 ) -> None:
-    rig = rig_of(make_worker(can_recompute=False))
+    rig = Rig(make_worker(can_recompute=False))
     rig.import_("a")
     rig.turn()
     rig.engine.take(StreamGone(RequestKey("a"), HandOffFailed("cut")), rig.now)
@@ -182,12 +197,48 @@ def test_a_request_waits_until_blocks_are_free_and_its_deadline_holds_there(rig:
     assert rig.free_blocks == NUM_BLOCKS
 
 
-def test_what_can_never_fit_is_refused_at_once(rig: Rig) -> None:
-    rig.start("huge", prompt=60, max_tokens=70)
-    rig.start("a")
-    rig.turn(20)
-    assert rig.failures() == [("huge", "INVALID_REQUEST")]
-    assert rig.of(Finished) == ["a"]
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"),
+    [(129, 1), (201, 1), (60, 70), (100, 101)],
+    ids=["the pool", "the model", "the pool with output", "the model with output"],
+)
+def test_what_is_longer_than_the_capacity_is_refused_at_once_and_the_queue_moves(
+    rig: Rig, prompt: int, max_tokens: int
+) -> None:
+    """E1 on the decode side."""
+    rig.start("first", prompt=60, max_tokens=60)
+    rig.start("huge", prompt=prompt, max_tokens=max_tokens)
+    rig.import_("huge too", prompt=prompt, stopping=StoppingParams(max_tokens))
+    rig.start("behind")
+    rig.turn()
+    assert rig.failures() == [("huge", "INVALID_REQUEST"), ("huge too", "INVALID_REQUEST")]
+    assert not [m for m in rig.messages if isinstance(m, OpenStream)]
+    rig.turn_until(lambda: rig.of(Finished) == ["first", "behind"])
+    assert rig.is_at_rest
+
+
+def test_imports_that_hold_all_blocks_while_prefill_waits_for_another_do_not_lock(
+    rig: Rig,
+) -> None:
+    """E3: prefill can't go on with the first three before someone reads the last; it is read from
+    the queue's end as soon as there is room, and there is room because stalled imports end."""
+    for name in ("a", "b", "c"):
+        rig.import_(name, prompt=30, stopping=StoppingParams(10))
+    rig.turn()
+    assert rig.free_blocks < 3
+    rig.import_("last", prompt=30, stopping=StoppingParams(10))
+    rig.turn()
+    opened = [m.key.request_id for m in rig.messages if isinstance(m, OpenStream)]
+    assert opened == ["a", "b", "c", "last"], "prefill must hear of every request it waits for"
+    rig.prefill_hands_over("last")
+    for _ in range(7):
+        rig.now += 1.0
+        rig.turn()
+        rig.prefill_says("last", worker.ExportEvent(progress=worker.Progress()))
+    rig.turn_until(lambda: len(rig.of(Finished)) == 4)
+    joined = {e.key.request_id: e.recomputed for e in rig.events if isinstance(e, Joined)}
+    assert joined == {"a": True, "b": True, "c": True, "last": False}
+    assert rig.is_at_rest
 
 
 def test_a_failed_step_fails_its_requests_and_the_next_ones_work(rig: Rig) -> None:

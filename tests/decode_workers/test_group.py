@@ -116,7 +116,16 @@ class Rank:
 class Group:
     """R ranks over a checkpoint; started by the context, stopped at its end."""
 
-    def __init__(self, folder: Path, size: int, draft_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        draft_tokens: int,
+        num_blocks: int = NUM_BLOCKS,
+        reserve_output_share: float = 1.0,
+    ) -> None:
+        self._num_blocks = num_blocks
+        self._reserve_output_share = reserve_output_share
         self._store: Any = c10d.HashStore()
         self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
         found: dict[int, Rank] = {}
@@ -143,7 +152,7 @@ class Group:
             assert rank.thread.stop(10.0)
 
     def _has_nothing(self, rank: Rank) -> bool:
-        return rank.cache.pool.num_free == NUM_BLOCKS
+        return rank.cache.pool.num_free == self._num_blocks
 
     def wake(self, sender: int, step: int) -> None:
         for number, rank in enumerate(self.ranks):
@@ -159,15 +168,15 @@ class Group:
             group, model.has_mtp, take_part_in(model), lambda step: self.wake(rank, step)
         )
         passes = GroupPasses(model, lockstep)
-        cache = PagedCache(model.kv_layout(BLOCK_TOKENS), NUM_BLOCKS, "cpu")
+        cache = PagedCache(model.kv_layout(BLOCK_TOKENS), self._num_blocks, "cpu")
         drafts = MTPDraftSource(model, cache, passes) if draft_tokens else None
         runner = ModelRunner(model, cache, drafts, passes)
         fingerprint = Fingerprint("w", "kv", BLOCK_TOKENS, "bfloat16", "n")
-        importer = MemoryImporter(MemoryFabric(), [bytes(8)] * NUM_BLOCKS)
+        importer = MemoryImporter(MemoryFabric(), [bytes(8)] * self._num_blocks)
         import_settings = ImportSettings("d", 1, fingerprint, 5.0, 5.0, 0.25)
         imports = ImportTable(cache.pool, importer, import_settings)
-        limits = RequestLimits(500, CONFIG.vocab_size, NUM_BLOCKS, BLOCK_TOKENS)
-        policy = DecodePolicy(8, 8, CHUNK_TOKENS, draft_tokens)
+        limits = RequestLimits(500, CONFIG.vocab_size, self._num_blocks, BLOCK_TOKENS)
+        policy = DecodePolicy(8, 8, CHUNK_TOKENS, draft_tokens, self._reserve_output_share)
         scheduler = DecodeScheduler(limits, policy)
         engine = DecodeEngine(scheduler, runner, imports, can_recompute=True, together=lockstep)
         return Rank(engine, model, cache)
@@ -224,6 +233,20 @@ def test_a_group_says_what_one_process_says(
     with Group(folder, size, draft_tokens) as group:
         spread = [(i % size, request) for i, request in enumerate(requests(6))]
         assert outputs(group, spread) == expected
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_a_rank_short_of_blocks_preempts_by_itself(
+    folder: Path, expected: list[tuple[int, ...]], draft_tokens: int
+) -> None:
+    """The last two have a block each when the longer one, which came first, needs a second."""
+    with Group(folder, 2, draft_tokens, num_blocks=2, reserve_output_share=0.0) as group:
+        short, other = group.ranks
+        placed = [(1, requests(6)[0]), *((0, request) for request in requests(6)[:1:-1])]
+        assert outputs(group, placed) == [expected[0], *expected[:1:-1]]
+        preemptions = [rank.engine._scheduler.counters.preemptions for rank in (short, other)]
+        assert preemptions[0] > 0
+        assert preemptions[1] == 0
 
 
 def test_one_rank_alone_has_work_and_the_others_take_part(

@@ -39,13 +39,16 @@ class Worker:
     """A scheduler between a pool of ten blocks of four tokens and a transcript.
 
     Commands: `decode|whole NAME PROMPT MAX_TOKENS [DEADLINE]`, `arrived NAME` (KV was imported),
-    `lost NAME` (import failed), `remove NAME`, `step`, `at TIME`, `drain`. A step shows
-    admissions (`+name` imports, `*name` computes here), chunks `name:tokens`, decodes `name/k`.
+    `lost NAME` (import failed), `remove NAME`, `step`, `at TIME`, `drain`, `full NAME` (it needs a
+    block and there is none: who gives way?), `preempt NAME TOKENS` (after so many were put out). A
+    step shows admissions (`+name` imports, `*name` computes here), chunks `name:tokens`, decodes
+    `name/k`.
     """
 
-    def __init__(self, *, max_batch: int = 4, max_waiting: int = 8) -> None:
+    def __init__(self, *, max_batch: int = 4, max_waiting: int = 8, share: float = 1.0) -> None:
         limits = RequestLimits(64, 100, num_blocks=10, block_tokens=4)
-        self.scheduler = DecodeScheduler(limits, DecodePolicy(max_batch, max_waiting, 8, 3))
+        policy = DecodePolicy(max_batch, max_waiting, 8, 3, reserve_output_share=share)
+        self.scheduler = DecodeScheduler(limits, policy)
         self.now = 0.0
         self.reserved: dict[str, int] = {}
 
@@ -63,6 +66,12 @@ class Worker:
                 return "joined"
             case "lost":
                 self.scheduler.recompute(RequestKey(words[0]))
+                return f"{self.reserved.pop(words[0], 0)} blocks free"
+            case "full":
+                victim = self.scheduler.victim_for(RequestKey(words[0]))
+                return "nobody" if victim is None else victim.request_id
+            case "preempt":
+                self.scheduler.preempt(RequestKey(words[0]), [2] * int(words[1]))
                 return f"{self.reserved.pop(words[0])} blocks free"
             case "remove":
                 self.reserved.pop(words[0], None)
@@ -90,9 +99,12 @@ class Worker:
 
     def step(self) -> str:
         shown: list[str] = []
-        while request := self.scheduler.next_waiting(10 - sum(self.reserved.values())):
+        while request := self.scheduler.next_waiting():
             name = request.key.request_id
-            self.reserved[name] = self.scheduler.limits.blocks_needed(request)
+            num_blocks = self.scheduler.blocks_to_admit(request)
+            if num_blocks > 10 - sum(self.reserved.values()):
+                break
+            self.reserved[name] = num_blocks
             shown.append(("+" if self.scheduler.admit(request.key) else "*") + name)
         for chunk in self.scheduler.plan_chunks():
             self.scheduler.computed(chunk)
@@ -118,8 +130,8 @@ def test_a_request_joins_the_batch_when_its_kv_arrived() -> None:
     assert worker.scheduler.next_deadline() is None
 
 
-def test_prompt_and_output_are_reserved_in_full_before_anything_starts() -> None:
-    Worker().run(
+def test_prompt_and_output_are_reserved_in_full_where_the_policy_says_so() -> None:
+    Worker(share=1.0).run(
         """
         decode a 12 12 -> queued
         decode b 8 12  -> queued
@@ -188,6 +200,127 @@ def test_after_a_failed_import_the_request_is_computed_here_before_others_start(
     assert not worker.scheduler.is_recomputed(RequestKey("a"))
 
 
+@pytest.mark.parametrize(
+    ("share", "max_tokens", "num_blocks"),
+    [
+        (0.25, 24, 4),  # 8 tokens and 6
+        (0.0, 24, 3),  # 8 and what one step with three drafts may write: 4
+        (0.0, 2, 3),  # 8 and no more than there will ever be
+        (1.0, 24, 8),
+    ],
+)
+def test_a_share_of_the_output_is_reserved_and_at_least_one_step(
+    share: float, max_tokens: int, num_blocks: int
+) -> None:
+    worker = Worker(share=share)
+    worker.run(f"decode a 8 {max_tokens} -> queued\nstep -> +a")
+    assert worker.reserved == {"a": num_blocks}
+
+
+def test_the_latest_gives_way_to_earlier_ones_and_never_the_other_way_round() -> None:
+    Worker(share=0.0).run(
+        """
+        decode a 4 20 -> queued
+        whole b 4 20  -> queued
+        whole c 12 20 -> queued
+        step          -> +a *b *c b:4 c:4 b/3
+        arrived a     -> joined
+        full a        -> c
+        full b        -> c
+        full c        -> nobody
+        preempt c 0   -> 4 blocks free
+        full a        -> b
+        full b        -> nobody
+        preempt b 1   -> 2 blocks free
+        full a        -> nobody
+        """
+    )
+
+
+def test_the_oldest_is_the_first_to_arrive_not_the_first_to_join() -> None:
+    Worker().run(
+        """
+        decode a 4 4 -> queued
+        whole b 4 4  -> queued
+        step         -> +a *b b:4 b/3
+        arrived a    -> joined
+        step         -> a/3 b/3
+        full a       -> b
+        full b       -> nobody
+        """
+    )
+
+
+def test_an_import_never_gives_way() -> None:
+    Worker().run(
+        """
+        whole a 4 4  -> queued
+        decode b 4 4 -> queued
+        step         -> *a +b a:4 a/3
+        full a       -> nobody
+        arrived b    -> joined
+        full a       -> b
+        """
+    )
+
+
+def test_who_gave_way_waits_before_all_that_came_later() -> None:
+    Worker(max_batch=3).run(
+        """
+        whole a 4 4   -> queued
+        whole b 4 4   -> queued
+        whole c 4 4   -> queued
+        decode d 4 4  -> queued
+        step          -> *a *b *c a:4 b:4 a/3 b/3
+        preempt c 0   -> 2 blocks free
+        preempt b 1   -> 2 blocks free
+        step          -> *b *c b:4 c:4 a/3 c/3
+        """
+    )
+
+
+def test_what_was_put_out_is_prompt_when_it_is_computed_again() -> None:
+    worker = Worker()
+    worker.run(
+        "decode a 8 8 -> queued\nstep -> +a\narrived a -> joined\npreempt a 3 -> 4 blocks free"
+    )
+    again = worker.scheduler.next_waiting()
+    assert again is not None
+    assert again.token_ids == (1,) * 8 + (2,) * 3
+    assert (again.generated_tokens, again.stopping.max_tokens) == (3, 5)
+    assert (again.leg, again.export) == (Leg.WHOLE, None)
+    assert worker.scheduler.queued_prompt_tokens == 11
+    assert worker.scheduler.counters.preemptions == 1
+    assert not worker.scheduler.is_recomputed(RequestKey("a")), "its hand-off was well"
+    worker.run("step -> *a a:8\nstep -> a:3 a/3")
+
+
+def test_tokens_in_the_prefix_cache_are_not_computed() -> None:
+    worker = Worker()
+    worker.run("whole a 12 4 -> queued")
+    assert worker.scheduler.queued_prompt_tokens == 12
+    worker.scheduler.admit(RequestKey("a"), cached_tokens=7)
+    assert worker.scheduler.queued_prompt_tokens == 5
+    worker.run("step -> a:5 a/3")
+
+
+def test_a_hand_off_that_fails_in_the_queue_keeps_its_place_there() -> None:
+    worker = Worker()
+    worker.run(
+        """
+        decode a 20 20 -> queued
+        decode b 4 4   -> queued
+        decode c 4 4   -> queued
+        step           -> +a
+        lost c         -> 0 blocks free
+        lost b         -> 0 blocks free
+        remove a       -> gone
+        step           -> *b *c b:4 c:4 b/3 c/3
+        """
+    )
+    assert worker.scheduler.is_recomputed(RequestKey("b"))
+
+
 @pytest.mark.parametrize("leave", ["remove a -> gone", "at 3 -> a"])
 @pytest.mark.parametrize(
     "before",
@@ -196,7 +329,9 @@ def test_after_a_failed_import_the_request_is_computed_here_before_others_start(
         "decode a 8 8 3 -> queued\nstep -> +a",
         "decode a 8 8 3 -> queued\nstep -> +a\narrived a -> joined",
         "decode a 8 8 3 -> queued\nstep -> +a\nlost a -> 4 blocks free",
+        "decode a 8 8 3 -> queued\nlost a -> 0 blocks free",
         "whole a 28 8 3 -> queued\nstep -> *a a:8",
+        "whole a 28 8 3 -> queued\nstep -> *a a:8\npreempt a 0 -> 9 blocks free",
     ],
 )
 def test_cancel_and_deadline_end_a_request_wherever_it_is(before: str, leave: str) -> None:

@@ -96,9 +96,8 @@ async def serving(tiny_worker: Any) -> AsyncIterator[Running]:
         max_draft_tokens=3,
         has_mtp=True,
     )
-    parts = WorkerParts(
-        tiny_worker.engine, description, tiny_worker.imports.counters, release=lambda: None
-    )
+    counters: dict[str, object] = {"hocket_decode_hand_off": tiny_worker.imports.counters}
+    parts = WorkerParts(tiny_worker.engine, description, counters, release=lambda: None)
     peers = GroupPeers(parts.description.epoch, asyncio.get_running_loop())
     running = WorkerServer(server, parts, partial(ImportStreams, peers), lambda error: None)
     await running.start()

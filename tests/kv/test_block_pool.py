@@ -278,9 +278,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.pool.free(blocks)
         self.pool.release_quarantined(self.quarantined)
         assert self.pool.num_free == self.NUM_BLOCKS
-        assert self.pool.num_cached == self.index.num_indexed
+        assert self.pool.num_cached == self.index.counters.indexed_blocks
         self.pool.allocate(self.NUM_BLOCKS)
-        assert self.index.num_indexed == 0
+        assert self.index.counters.indexed_blocks == 0
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase

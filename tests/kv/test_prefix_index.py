@@ -134,7 +134,7 @@ def test_an_evicted_block_is_not_found_and_a_claimed_one_not_evicted() -> None:
         pool.allocate(2)
     assert pool.allocate(1) == blocks[1:2]
     assert index.match(hashes) == blocks[:1]
-    assert (index.num_indexed, index.num_evicted) == (1, 2)
+    assert (index.counters.indexed_blocks, index.counters.evicted_blocks) == (1, 2)
 
 
 def test_counters_tell_found_and_missed_blocks_once_per_request() -> None:
@@ -147,7 +147,7 @@ def test_counters_tell_found_and_missed_blocks_once_per_request() -> None:
     for _ in range(5):
         index.match(hashes)  # a request that waits for room looks again and again
     index.claim(hashes)
-    assert (index.num_hits, index.num_misses) == (3, 5)
+    assert (index.counters.hit_blocks, index.counters.missed_blocks) == (3, 5)
 
 
 def test_a_request_indexes_each_block_once_and_only_what_is_complete() -> None:
@@ -160,7 +160,7 @@ def test_a_request_indexes_each_block_once_and_only_what_is_complete() -> None:
     tokens = [*prompt, 6, 7]
     for num_complete, expected in ((1, 0), (2, 1), (3, 1), (5, 2), (6, 3), (5, 3), (7, 3)):
         cache.index(first, tokens, blocks, num_complete)
-        assert cache.entries.num_indexed == expected, num_complete
+        assert cache.entries.counters.indexed_blocks == expected, num_complete
     assert cache.entries.match(block_hashes(ROOT, tokens, 2)) == blocks[:3]
 
     # A follow-up turn: prompt and output are found; only what is new is indexed.

@@ -106,9 +106,8 @@ async def serving(tiny_worker: Any) -> AsyncIterator[Running]:
         has_mtp=True,
     )
     crashes: list[Exception] = []
-    parts = WorkerParts(
-        tiny_worker.engine, description, tiny_worker.exports.counters, release=lambda: None
-    )
+    counters: dict[str, object] = {"hocket_prefill_hand_off": tiny_worker.exports.counters}
+    parts = WorkerParts(tiny_worker.engine, description, counters, release=lambda: None)
     running = WorkerServer(server, parts, ExportStreams, crashes.append)
     await running.start()
     client, session = WorkerClient(address), SessionClient(address, "test")
