@@ -72,7 +72,7 @@ class _Import:
     blocks: list[int] | None = None
     first_block: int = 0
     num_read_blocks: int = 0
-    announced: set[int] = field(default_factory=set[int])
+    num_announced: int = 0
     waiting: list[_Announced] = field(default_factory=list[_Announced])
     covered: set[int] = field(default_factory=set[int])
     reads: set[int] = field(default_factory=set[int])
@@ -159,14 +159,14 @@ class ImportOwnership:
         checksums: Sequence[int],
         now: float,
     ) -> None:
-        """Some more blocks are computed: READ them at once, while prefill computes the next."""
+        """The next blocks are computed: READ them at once, while prefill computes more."""
         if (current := self._heard(key, now)) is None:
             return
         positions = range(first_block, first_block + len(remote_blocks))
         if (nonsense := _nonsense(current, positions, len(checksums))) is not None:
             self.fail(key, HandOffFailed(f"{key}: {nonsense}."), now)
             return
-        current.announced.update(positions)
+        current.num_announced = positions.stop
         sums = checksums or [None] * len(remote_blocks)
         news = list(map(_Announced, positions, remote_blocks, sums))
         if current.blocks is None:
@@ -355,10 +355,10 @@ def _nonsense(current: _Import, positions: range, num_checksums: int) -> str | N
         return "blocks were announced before the pool they lie in"
     if num_checksums not in (0, len(positions)):
         return f"{len(positions)} blocks were announced with {num_checksums} checksums"
-    is_new = current.announced.isdisjoint(positions)
-    if positions and positions.stop <= current.num_blocks and is_new:
+    is_next = positions.start == current.num_announced
+    if positions and positions.stop <= current.num_blocks and is_next:
         return None
     return (
         f"blocks {positions.start}..{positions.stop - 1} of {current.num_blocks} were announced "
-        f"after {len(current.announced)} others"
+        f"after {current.num_announced} others"
     )

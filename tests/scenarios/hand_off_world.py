@@ -1,22 +1,27 @@
-"""One prefill and one decode worker's hand-off halves, joined in memory under a manual clock.
+"""One prefill and one decode worker's hand-off halves, joined in one thread under manual clocks.
 
-The tables, pools and transfer are the shipped ones; this file plays engine, server and network.
+The tables, pools and transfers are the shipped ones; this file plays engine, server and network.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from decode_workers import import_stream as down
 from decode_workers.import_stream import Imported, ImportFailed, ImportSettings
 from decode_workers.kv_import import ImportTable
 from hocket.errors import HandOffFailed
 from hocket.kv.block_pool import BlockPool
-from hocket.kv.memory_transfer import MemoryExporter, MemoryFabric, MemoryImporter, MemoryRead
+from hocket.rpc import worker_pb2 as worker
+from hocket.rpc.convert import fingerprint_to_message, handle_to_message, key_to_message
+from hocket.scheduling.export_words import ExportLost
 from hocket.types import Bundle, ExportHandle, Fingerprint, FinishReason, RequestKey, Usage
 from prefill_workers import export_stream as up
-from prefill_workers.export_stream import ExportLost, ExportSettings
+from prefill_workers.export_stream import ExportSettings
 from prefill_workers.kv_export import ExportTable
+from tests.scenarios.transfers import MEMORY, Transfer
 
 NUM_BLOCKS = 12
 OPEN_TIMEOUT_S = 15.0
@@ -24,12 +29,23 @@ PROGRESS_TIMEOUT_S = 6.0
 READ_TIMEOUT_S = 4.0
 QUARANTINE_TIMEOUT_S = 30.0
 FINGERPRINT = Fingerprint("digest", "8x160", 64, "float32", "1-invariant")
-EMPTY, GARBAGE = b"....", b"!!!!"
+# What blocks hold: nothing yet, what somebody else has written, what decode has written itself.
+EMPTY, GARBAGE, OWN = b"........", b"garbage!", b"own data"
+A, B = RequestKey("request-a"), RequestKey("request-b")
 
 
 def content(key: RequestKey, position: int) -> bytes:
     """What block `position` of a prompt holds."""
-    return f"{key.request_id[-1]}{key.attempt}{position:02d}".encode()
+    return f"{key.request_id[-1]}{key.attempt:02d}-{position:04d}".encode()
+
+
+def open_update(key: RequestKey, handle: ExportHandle) -> worker.ExportUpdate:
+    opening = worker.OpenExport(
+        key=key_to_message(key),
+        export=handle_to_message(handle),
+        fingerprint=fingerprint_to_message(FINGERPRINT),
+    )
+    return worker.ExportUpdate(open=opening)
 
 
 def bundle(first_token: int = 7, finish_reason: FinishReason | None = None) -> Bundle:
@@ -40,14 +56,16 @@ def bundle(first_token: int = 7, finish_reason: FinishReason | None = None) -> B
 class Prefill:
     """A prefill worker's half; `restart` gives it a new life at the same address."""
 
-    fabric: MemoryFabric
+    transfer: Transfer
+    fabric: Any
     epoch: int = 1
-    max_unread_share: float = 0.5
+    num_blocks: int = NUM_BLOCKS
+    has_checksums: bool = False
     lost: list[ExportLost] = field(default_factory=list[ExportLost])
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.exporter = MemoryExporter(self.fabric, [EMPTY] * NUM_BLOCKS, num_slots=3)
+        self.pool = BlockPool(self.num_blocks)
+        self.exporter = self.transfer.exporter(self.fabric, [EMPTY] * self.num_blocks, 3)
         settings = ExportSettings(
             worker_id="prefill-0",
             worker_epoch=self.epoch,
@@ -56,19 +74,24 @@ class Prefill:
             num_slots=3,
             progress_timeout_s=PROGRESS_TIMEOUT_S,
             open_timeout_s=OPEN_TIMEOUT_S,
-            max_unread_share=self.max_unread_share,
+            max_unread_share=0.5,
+            has_checksums=self.has_checksums,
         )
         self.exports = ExportTable(self.pool, self.exporter, settings)
 
+    def begin(self, key: RequestKey, num_blocks: int, now: float) -> ExportHandle:
+        """Admits a prompt: all of its blocks are reserved."""
+        return self.exports.begin(key, self.pool.allocate(num_blocks), now)
+
     def compute(self, key: RequestKey, first: int, count: int, now: float) -> None:
+        blocks = self.exports.blocks(key)
         for position in range(first, first + count):
-            block = self.exports.blocks(key)[position]
-            self.exporter.pool[block] = content(key, position)
+            self.exporter.pool[blocks[position]] = content(key, position)
         self.exports.chunk_ready(key, first, count, now)
 
     def prompt(self, key: RequestKey, num_blocks: int, now: float) -> ExportHandle:
         """A whole prompt: computed, finished, unread."""
-        handle = self.exports.begin(key, num_blocks, now)
+        handle = self.begin(key, num_blocks, now)
         self.compute(key, 0, num_blocks, now)
         self.exports.finish(key, bundle(), now)
         return handle
@@ -78,12 +101,14 @@ class Prefill:
 class Decode:
     """A decode worker's half, in one of its lives."""
 
-    fabric: MemoryFabric
+    transfer: Transfer
+    fabric: Any
     epoch: int = 5
+    num_blocks: int = NUM_BLOCKS
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.importer = MemoryImporter(self.fabric, [EMPTY] * NUM_BLOCKS)
+        self.pool = BlockPool(self.num_blocks)
+        self.importer = self.transfer.importer(self.fabric, [EMPTY] * self.num_blocks)
         settings = ImportSettings(
             worker_id="decode-0",
             worker_epoch=self.epoch,
@@ -97,23 +122,59 @@ class Decode:
 
 
 class World:
-    """Both halves and the streams between them."""
+    """Both halves and the streams between them. `now` is prefill's clock, `decode_now` decode's;
+    both go at the same pace, and show what they like."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.fabric = MemoryFabric(is_automatic=False)
-        self.prefill = Prefill(self.fabric)
-        decode = Decode(self.fabric)
-        self.pool, self.importer, self.imports = decode.pool, decode.importer, decode.imports
+    def __init__(
+        self,
+        transfer: Transfer = MEMORY,
+        num_blocks: int = NUM_BLOCKS,
+        prefill_clock: float = 100.0,
+        decode_clock: float = 100.0,
+        has_checksums: bool = False,
+    ) -> None:
+        self.now, self.decode_now = prefill_clock, decode_clock
+        self.transfer = transfer
+        self.fabric = transfer.fabric(is_automatic=False)
+        self.prefill = Prefill(
+            transfer, self.fabric, num_blocks=num_blocks, has_checksums=has_checksums
+        )
+        self.decode = Decode(transfer, self.fabric, num_blocks=num_blocks)
         self.outcomes: dict[RequestKey, Imported | ImportFailed] = {}
         # Set: nothing crosses, and nobody is told.
         self.is_cut = False
+        # Which events get lost on their way down; and everything that crossed, in order.
+        self.loses: Callable[[worker.ExportEvent], bool] = lambda _event: False
+        self.crossed: list[worker.ExportUpdate | worker.ExportEvent] = []
         self._streams: dict[RequestKey, int] = {}
         self._num_streams = 0
 
+    @property
+    def pool(self) -> BlockPool:
+        """Decode's."""
+        return self.decode.pool
+
+    @property
+    def importer(self) -> Any:
+        return self.decode.importer
+
+    @property
+    def imports(self) -> ImportTable:
+        return self.decode.imports
+
+    def close(self) -> None:
+        self.importer.close()
+        self.prefill.exporter.close()
+
     def begin_import(self, key: RequestKey, handle: ExportHandle) -> list[int]:
+        """Decode has room at once."""
+        self.imports.open(key, handle, self.decode_now)
+        return self.receive(key, handle)
+
+    def receive(self, key: RequestKey, handle: ExportHandle) -> list[int]:
+        """Decode has room now."""
         blocks = self.pool.allocate(handle.num_blocks)
-        self.imports.begin(key, handle, blocks, self.now)
+        self.imports.receive(key, blocks, self.decode_now)
         return blocks
 
     def run(self) -> None:
@@ -125,7 +186,9 @@ class World:
         """Time passes; both engines wake now and then, traffic or not."""
         end = self.now + seconds
         while self.now < end:
-            self.now = min(end, self.now + step_s)
+            passed_s = min(step_s, end - self.now)
+            self.now += passed_s
+            self.decode_now += passed_s
             self.run()
 
     def deliver_all(self) -> None:
@@ -135,7 +198,7 @@ class World:
                 self.fabric.deliver(read)
             self.run()
 
-    def read(self) -> MemoryRead:
+    def read(self) -> Any:
         """The only READ in flight."""
         (read,) = self.fabric.reads
         return read
@@ -144,21 +207,47 @@ class World:
         """The connection of one hand-off breaks, and both sides notice."""
         stream = self._streams.pop(key)
         self.prefill.exports.take(up.StreamGone(stream), self.now)
-        self.imports.take(down.StreamGone(key, HandOffFailed("the stream broke")), self.now)
+        self.imports.take(down.StreamGone(key, HandOffFailed("the stream broke")), self.decode_now)
         self.run()
 
     def restart_prefill(self) -> None:
         """Killed and started again at the same address."""
         self.prefill.exporter.close()
-        self.prefill = Prefill(self.fabric, epoch=self.prefill.epoch + 1)
+        old = self.prefill
+        self.prefill = replace(old, epoch=old.epoch + 1, lost=[])
         for key in list(self._streams):
             del self._streams[key]
-            self.imports.take(down.StreamGone(key, HandOffFailed("connection reset")), self.now)
+            gone = down.StreamGone(key, HandOffFailed("connection reset"))
+            self.imports.take(gone, self.decode_now)
         self.run()
 
+    def restart_decode(self) -> None:
+        """Killed and started again: its memory and its READs are gone with it."""
+        self.importer.close()
+        self.decode = replace(self.decode, epoch=self.decode.epoch + 1)
+        for key in list(self._streams):
+            self.prefill.exports.take(up.StreamGone(self._streams.pop(key)), self.now)
+        self.run()
+
+    def imported(self, key: RequestKey) -> Imported:
+        outcome = self.outcomes.get(key)
+        assert isinstance(outcome, Imported), outcome
+        return outcome
+
+    def failed(self, key: RequestKey) -> str:
+        """Why a hand-off failed."""
+        outcome = self.outcomes.get(key)
+        assert isinstance(outcome, ImportFailed), outcome
+        return str(outcome.error)
+
+    def has_prompt(self, key: RequestKey, blocks: list[int]) -> bool:
+        """Whether decode's blocks hold the prompt, byte for byte."""
+        found = [self.importer.pool[block] for block in blocks]
+        return found == [content(key, i) for i in range(len(blocks))]
+
     def assert_nothing_is_left(self) -> None:
-        assert self.prefill.pool.num_free == NUM_BLOCKS
-        assert self.pool.num_free == NUM_BLOCKS, self.pool.num_quarantined
+        assert self.prefill.pool.num_free == self.prefill.pool.num_blocks
+        assert self.pool.num_free == self.pool.num_blocks, self.pool.num_quarantined
         assert self.prefill.exports.is_idle
         assert self.imports.is_idle
         assert not self.fabric.reads
@@ -169,7 +258,7 @@ class World:
         for entry in lost:
             self.prefill.exports.abort(entry.key, entry.error, self.now)
         self.prefill.lost += lost
-        outcomes = self.imports.tick(self.now)
+        outcomes = self.imports.tick(self.decode_now)
         self.outcomes |= {outcome.key: outcome for outcome in outcomes}
         return bool(outcomes or lost)
 
@@ -191,8 +280,11 @@ class World:
         return bool(messages)
 
     def _to_prefill(self, command: up.ExportCommand) -> None:
-        if not self.is_cut:
-            self.prefill.exports.take(command, self.now)
+        if self.is_cut:
+            return
+        if isinstance(command, up.UpdateArrived):
+            self.crossed.append(command.update)
+        self.prefill.exports.take(command, self.now)
 
     def _carry_down(self) -> bool:
         messages = self.prefill.exports.take_messages()
@@ -202,11 +294,14 @@ class World:
             if key is None or self.is_cut:
                 continue
             match message:
+                case up.SendEvent(_, event) if self.loses(event):
+                    pass
                 case up.SendEvent(_, event):
-                    self.imports.take(down.EventArrived(key, event), self.now)
+                    self.crossed.append(event)
+                    self.imports.take(down.EventArrived(key, event), self.decode_now)
                 case up.EndStream(stream):
                     self._streams.pop(key, None)
                     self.prefill.exports.take(up.StreamGone(stream), self.now)
                     ended = HandOffFailed("prefill ended the stream")
-                    self.imports.take(down.StreamGone(key, ended), self.now)
+                    self.imports.take(down.StreamGone(key, ended), self.decode_now)
         return bool(messages)

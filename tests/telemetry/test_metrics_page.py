@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from decode_workers.import_stream import ImportCounters
+from decode_workers.scheduler import DecodeCounters
 from hocket.execution.worker_metrics import EngineMetrics
-from hocket.telemetry import GatewayMetrics, PoolMetrics
+from hocket.kv.prefix_index import PrefixCounters
+from hocket.kv.transfer import TransferCounters
+from hocket.scheduling.export_words import ExportCounters
+from hocket.scheduling.import_words import ImportCounters
+from hocket.telemetry import GatewayMetrics, PoolMetrics, RoutingMetrics
 from hocket.types import (
     DraftCounts,
     Failed,
@@ -25,7 +28,6 @@ from hocket.types import (
     VerifyStep,
     WorkerDescription,
 )
-from prefill_workers.export_stream import ExportCounters
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 KEY = RequestKey("r")
@@ -40,6 +42,9 @@ def gateway() -> CollectorRegistry:
     """Every labelled metric has a sample."""
     registry = CollectorRegistry()
     metrics, pools = GatewayMetrics(registry), PoolMetrics(registry)
+    routing = RoutingMetrics(registry)
+    routing.canaries.labels("passed").inc()
+    routing.kept_out.labels("prefill").set(0)
     metrics.requests.labels("OK").inc()
     metrics.replacements.labels("OVERLOADED").inc()
     metrics.hand_off_bytes.labels("tcp").inc()
@@ -49,8 +54,20 @@ def gateway() -> CollectorRegistry:
     return registry
 
 
-def worker(role: Role, counters: Any) -> CollectorRegistry:
-    metrics = EngineMetrics(role, counters)
+PREFILL: dict[str, object] = {
+    "hocket_prefill_hand_off": ExportCounters(),
+    "hocket_prefix_cache": PrefixCounters(),
+}
+DECODE: dict[str, object] = {
+    "hocket": DecodeCounters(),
+    "hocket_decode_hand_off": ImportCounters(),
+    "hocket_prefix_cache": PrefixCounters(),
+    "hocket_transfer": TransferCounters(),
+}
+
+
+def worker(role: Role) -> CollectorRegistry:
+    metrics = EngineMetrics(role, PREFILL if role is Role.PREFILL else DECODE)
     fingerprint = Fingerprint("w", "kv", 64, "f", "n")
     description = WorkerDescription(
         "prefill-0", 1, role, "a:1", fingerprint, "m", 1, 64, 1, 64, 64, 0, False
@@ -99,13 +116,13 @@ def test_the_gateways_metrics_are_listed() -> None:
 
 
 def test_what_all_workers_show_is_listed() -> None:
-    prefill = set(shown(worker(Role.PREFILL, ExportCounters())))
-    decode = set(shown(worker(Role.DECODE, ImportCounters())))
+    prefill = set(shown(worker(Role.PREFILL)))
+    decode = set(shown(worker(Role.DECODE)))
     assert prefill & decode == set(documented("Workers"))
 
 
 def test_hand_off_counters_of_either_kind_are_listed() -> None:
-    prefill = set(shown(worker(Role.PREFILL, ExportCounters())))
-    decode = set(shown(worker(Role.DECODE, ImportCounters())))
+    prefill = set(shown(worker(Role.PREFILL)))
+    decode = set(shown(worker(Role.DECODE)))
     assert prefill - decode == set(documented("Prefill workers"))
     assert decode - prefill == set(documented("Decode workers"))

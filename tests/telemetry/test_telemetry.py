@@ -8,9 +8,9 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry
 
+from hocket.draft_metrics import DraftMetrics
 from hocket.errors import ConfigError
 from hocket.telemetry import (
-    DraftMetrics,
     GatewayMetrics,
     LatencySum,
     MetricsPage,

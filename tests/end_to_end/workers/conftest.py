@@ -2,7 +2,7 @@
 
 `Pair` is the smallest gateway there is: it starts the prefill leg, starts the decode leg with the
 handle that Begun brings, carries the Export messages between the two engines, and orders the
-tokens by their index. Blocks cross by the in-memory transfer.
+tokens by their index. Blocks cross by the in-memory transfer, or by NIXL where a scenario says so.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from hocket.execution.engine_thread import CancelRequest, StepOutput
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.speculation import DraftSource
-from hocket.kv.memory_transfer import MemoryExporter, MemoryFabric, MemoryImporter
 from hocket.kv.paged_cache import PagedCache
+from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
+from hocket.rpc import worker_pb2 as worker
 from hocket.scheduling.request_limits import RequestLimits
 from hocket.types import (
     Begun,
@@ -50,6 +51,7 @@ from hocket.types import (
     Fingerprint,
     Finished,
     Leg,
+    Load,
     RequestKey,
     SamplingParams,
     StartRequest,
@@ -62,6 +64,7 @@ from prefill_workers.export_stream import ExportMessage, ExportSettings, SendEve
 from prefill_workers.export_stream import StreamGone as ExportStreamGone
 from prefill_workers.kv_export import ExportTable
 from prefill_workers.scheduler import PrefillPolicy, PrefillScheduler
+from tests.scenarios.transfers import MEMORY, Transfer
 
 torch.set_num_threads(1)
 
@@ -134,16 +137,16 @@ class CacheBlocks:
     """A paged cache as the in-memory transfer sees it: one row of bytes per block."""
 
     def __init__(self, cache: PagedCache) -> None:
-        self._storage = cache.storage
+        self.storage = cache.storage
 
     def __len__(self) -> int:
-        return self._storage.shape[0]
+        return self.storage.shape[0]
 
     def __getitem__(self, block: int) -> torch.Tensor:
-        return self._storage[block]
+        return self.storage[block]
 
     def __setitem__(self, block: int, row: torch.Tensor) -> None:
-        self._storage[block].copy_(row)
+        self.storage[block].copy_(row)
 
 
 @dataclass
@@ -182,9 +185,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PairOptions:
-    """`draft_source` makes decode's, from its model and cache; None: no drafts."""
+    """`draft_source` makes decode's, from its model and cache; None: no drafts. `decode_blocks` 0:
+    as many as prefill has. `prefix_cache` gives both engines one."""
 
     num_blocks: int = 64
+    decode_blocks: int = 0
+    reserve_output_share: float = 1.0
+    prefix_cache: bool = False
     chunk_tokens: int = 32
     max_batch: int = 8
     draft_tokens: int = 0
@@ -192,6 +199,7 @@ class PairOptions:
     can_recompute: bool = True
     max_unread_share: float = 0.5
     decode_weights: str = "w"
+    transfer: Transfer = MEMORY
 
 
 class Pair:
@@ -199,8 +207,12 @@ class Pair:
 
     def __init__(self, model: Transformer, options: PairOptions) -> None:
         self.now = 100.0
-        self.fabric = MemoryFabric()
+        self.fabric = options.transfer.fabric()
+        # Which events get lost on their way down.
+        self.loses: Callable[[worker.ExportEvent], bool] = lambda _event: False
         self.outcomes: dict[RequestKey, Outcome] = {}
+        # As the last turn left them.
+        self.prefill_load, self.decode_load = Load(), Load()
         self._requests: dict[RequestKey, StartRequest] = {}
         self._streams: dict[RequestKey, int] = {}
         self._num_streams = 0
@@ -209,13 +221,14 @@ class Pair:
         limits = RequestLimits(
             config.max_position_embeddings, config.vocab_size, options.num_blocks, BLOCK_TOKENS
         )
+        decode_limits = replace(limits, num_blocks=options.decode_blocks or options.num_blocks)
         fingerprint = Fingerprint(
             "w", layout.describe(), BLOCK_TOKENS, layout.dtype, model.numerics
         )
 
         self.prefill_cache = PagedCache(layout, options.num_blocks, "cpu")
         self.prefill_runner = ModelRunner(model, self.prefill_cache)
-        self.exporter = MemoryExporter(self.fabric, CacheBlocks(self.prefill_cache), 16)
+        self.exporter = options.transfer.exporter(self.fabric, CacheBlocks(self.prefill_cache), 16)
         self.exports = ExportTable(
             self.prefill_cache.pool,
             self.exporter,
@@ -227,28 +240,44 @@ class Pair:
             self.prefill_runner,
             self.exports,
             synchronize=lambda: None,
+            prefixes=self._prefixes(self.prefill_cache) if options.prefix_cache else None,
         )
 
-        self.decode_cache = PagedCache(layout, options.num_blocks, "cpu")
+        self.decode_cache = PagedCache(layout, decode_limits.num_blocks, "cpu")
         make_source = options.draft_source
         source = None if make_source is None else make_source(model, self.decode_cache)
         self.decode_runner = ModelRunner(model, self.decode_cache, source)
+        self.importer = options.transfer.importer(self.fabric, CacheBlocks(self.decode_cache))
         self.imports = ImportTable(
             self.decode_cache.pool,
-            MemoryImporter(self.fabric, CacheBlocks(self.decode_cache)),
+            self.importer,
             ImportSettings(
                 "d", 1, replace(fingerprint, weights=options.decode_weights), 5.0, 5.0, 0.25
             ),
         )
         decode_policy = DecodePolicy(
-            options.max_batch, 100, options.chunk_tokens, options.draft_tokens
+            options.max_batch,
+            100,
+            options.chunk_tokens,
+            options.draft_tokens,
+            options.reserve_output_share,
         )
+        self.decode_scheduler = DecodeScheduler(decode_limits, decode_policy)
         self.decode = DecodeEngine(
-            DecodeScheduler(limits, decode_policy),
+            self.decode_scheduler,
             self.decode_runner,
             self.imports,
             can_recompute=options.can_recompute,
+            prefixes=self._prefixes(self.decode_cache) if options.prefix_cache else None,
         )
+
+    @staticmethod
+    def _prefixes(cache: PagedCache) -> PrefixCache:
+        return PrefixCache(cache.pool, "w", BLOCK_TOKENS)
+
+    def close(self) -> None:
+        self.importer.close()
+        self.exporter.close()
 
     # The gateway's part.
 
@@ -286,6 +315,7 @@ class Pair:
         self.now += 0.001
         prefill_output = self.prefill.step(self.now)
         decode_output = self.decode.step(self.now)
+        self.prefill_load, self.decode_load = prefill_output.load, decode_output.load
         self._take_events(prefill_output)
         self._take_events(decode_output)
         self._carry_down(prefill_output.messages)
@@ -315,7 +345,7 @@ class Pair:
         keys = {stream: key for key, stream in self._streams.items()}
         for message in messages:
             key = keys.get(message.stream)
-            if key is None:
+            if key is None or (isinstance(message, SendEvent) and self.loses(message.event)):
                 continue
             if isinstance(message, SendEvent):
                 self.decode.take(EventArrived(key, message.event), self.now)

@@ -16,13 +16,13 @@ from hocket.types import (
     Begun,
     Failed,
     Finished,
-    FinishReason,
     Joined,
     Leg,
     RequestKey,
     SamplingParams,
     StartRequest,
     StoppingParams,
+    Tokens,
 )
 
 MakePair = Callable[..., Any]
@@ -97,43 +97,6 @@ def test_acceptance_after_the_hand_off_equals_acceptance_in_one_process(
     usages = [outcome.find(Finished)[-1].usage for outcome in outcomes]
     assert usages == [local.usage for local in expected]
     assert sum(usage.drafts.accepted_tokens for usage in usages) > 0
-
-
-def test_first_token_logprobs_are_there_once_and_equal(
-    make_pair: MakePair, make_request: MakeRequest, reference: Any
-) -> None:
-    request = make_request("a", 100, 6, sampling=replace(GREEDY, top_logprobs=2))
-    (local,) = reference.run([request])
-    (outcome,) = make_pair().generate([request])
-    assert tuple(outcome.logprobs[i] for i in range(6)) == local.logprobs
-
-
-def test_max_tokens_1_needs_no_decode_and_exports_nothing(
-    make_pair: MakePair, make_request: MakeRequest, reference: Any
-) -> None:
-    request = make_request("a", 40, 1)
-    (local,) = reference.run([request])
-    pair = make_pair()
-    (outcome,) = pair.generate([request])
-    assert outcome.token_ids == local.token_ids
-    assert outcome.find(Finished)[0].reason is FinishReason.LENGTH
-    assert outcome.find(Begun) == []
-    assert pair.exports.counters.begun == 0
-    pair.assert_nothing_is_held()
-
-
-def test_an_end_token_as_first_token_ends_both_sides(
-    make_pair: MakePair, make_request: MakeRequest, reference: Any
-) -> None:
-    (local,) = reference.run([make_request("a", 40, 1)])
-    pair = make_pair()
-    (outcome,) = pair.generate([make_request("a", 40, 20, stop=local.token_ids)])
-    assert outcome.token_ids == local.token_ids
-    assert {f.reason for f in outcome.find(Finished)} == {FinishReason.STOP}
-    pair.run_until(lambda: len(outcome.find(Finished)) == 2)
-    pair.settle()
-    pair.assert_nothing_is_held()
-    assert pair.decode.collect(pair.now).load.steps > 0
 
 
 def test_a_whole_request_on_the_decode_worker_is_equal_too(
@@ -264,23 +227,6 @@ def test_a_broken_read_fails_the_request_where_the_policy_says_so(
     pair.assert_nothing_is_held()
 
 
-def test_blocks_taken_back_during_a_read_are_never_served(
-    make_pair: MakePair, make_request: MakeRequest, reference: Any
-) -> None:
-    request = make_request("a", 70, 16)
-    pair = make_pair()
-    pair.fabric.is_automatic = False
-    outcome = pair.start(request)
-    pair.run_until(lambda: bool(pair.fabric.reads) and bool(outcome.find(Finished)))
-    pair.exporter.bump_slot_epoch(outcome.find(Begun)[0].export.slot)
-    pair.prefill_cache.storage.fill_(77)
-    pair.fabric.is_automatic = True
-    pair.run_until(lambda: outcome.is_over)
-    assert pair.imports.counters.fences_tripped > 0
-    assert outcome.find(Joined)[0].recomputed
-    assert outcome.token_ids == reference.run([request])[0].token_ids
-
-
 def test_many_requests_through_small_pools_all_finish_and_equal(
     make_pair: MakePair, make_request: MakeRequest, reference: Any
 ) -> None:
@@ -289,5 +235,70 @@ def test_many_requests_through_small_pools_all_finish_and_equal(
     outcomes = pair.generate(requests)
     expected = reference.run(requests)
     assert [o.token_ids for o in outcomes] == [local.token_ids for local in expected]
+    pair.settle()
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["computes all", "finds prefixes"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_requests_that_give_way_say_what_they_say_undisturbed(
+    make_pair: MakePair,
+    make_request: MakeRequest,
+    reference: Any,
+    sampling: SamplingParams,
+    num_drafts: int,
+    prefix_cache: bool,
+) -> None:
+    """The last one alone needs the whole pool; logprobs show every bit."""
+    sampling = replace(sampling, top_logprobs=1)
+    requests = [
+        make_request(f"q{i}", 20 + 31 * i, 90 + i, sampling=replace(sampling, seed=i))
+        for i in range(8)
+    ]
+    expected = reference.run(requests)
+    pair = make_pair(
+        decode_blocks=6,
+        draft_tokens=num_drafts,
+        draft_source=MTPDraftSource if num_drafts else None,
+        reserve_output_share=0.0,
+        prefix_cache=prefix_cache,
+    )
+    outcomes = pair.generate(requests)
+    assert pair.decode_scheduler.counters.preemptions > 3
+    for request, outcome, local in zip(requests, outcomes, expected, strict=True):
+        assert outcome.token_ids == local.token_ids
+        assert tuple(outcome.logprobs[i] for i in range(len(local.token_ids))) == local.logprobs
+        usage = outcome.find(Finished)[-1].usage
+        sizes = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+        assert sizes == (len(request.token_ids), request.stopping.max_tokens, 0)
+        assert len(outcome.find(Joined)) == 1
+        told = [tokens.output_index for tokens in outcome.find(Tokens) if tokens.output_index]
+        assert told == sorted(set(told)), "told twice, or out of order"
+    pair.settle()
+    pair.assert_nothing_is_held()
+
+
+def test_prompts_that_begin_alike_are_computed_read_and_said_as_if_they_did_not(
+    make_pair: MakePair, make_request: MakeRequest, reference: Any
+) -> None:
+    """A conversation in three turns, then its first prompt again, in whole blocks."""
+    pair = make_pair(
+        draft_tokens=3, draft_source=MTPDraftSource, prefix_cache=True, reserve_output_share=0.25
+    )
+    first = make_request("first", 128, 70, sampling=SAMPLED)
+    prompt, told = first.token_ids, []
+    for turn in range(4):
+        token_ids = prompt if turn < 3 else first.token_ids
+        request = replace(first, key=RequestKey(f"turn-{turn}"), token_ids=token_ids)
+        (local,) = reference.run([request])
+        (outcome,) = pair.generate([request])
+        assert outcome.token_ids == local.token_ids
+        usage, joined = outcome.find(Finished)[-1].usage, outcome.find(Joined)[0]
+        num_read = joined.imported_bytes // pair.decode_cache.layout.block_bytes
+        told.append((usage.cached_tokens, joined.cached_tokens, num_read))
+        prompt = (*prompt, *outcome.token_ids, 5, 6, 7)
+    # By prefill, which has not seen the answers; by decode, which has; and the blocks that crossed.
+    assert told == [(0, 0, 2), (127, 192, 1), (191, 256, 1), (127, 128, 0)]
     pair.settle()
     pair.assert_nothing_is_held()
