@@ -77,14 +77,16 @@ class PrefillHalf:
     """An engine that computes nothing. `answers` gets a handle per BeginExport, and the moment in
     which the blocks of a prompt were ready."""
 
-    def __init__(self, exports: ExportTable) -> None:
+    def __init__(self, exports: ExportTable, pool: BlockPool) -> None:
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._exports = exports
+        self._pool = pool
 
     def take(self, command: Any, now: float) -> None:
         match command:
             case BeginExport(key, num_blocks):
-                self.answers.put(self._exports.begin(key, num_blocks, now))
+                blocks = self._pool.allocate(num_blocks)
+                self.answers.put(self._exports.begin(key, blocks, now))
             case PromptComputed(key):
                 num_blocks = len(self._exports.blocks(key))
                 self.answers.put(time.monotonic())
@@ -121,7 +123,8 @@ class DecodeHalf:
         if isinstance(command, BeginImport):
             blocks = self._pool.allocate(command.handle.num_blocks)
             self._blocks[command.key] = blocks
-            self._imports.begin(command.key, command.handle, blocks, now)
+            self._imports.open(command.key, command.handle, now)
+            self._imports.receive(command.key, blocks, now)
             return
         if isinstance(command, EventArrived) and command.event.HasField("chunk"):
             self._announced = now
@@ -165,10 +168,11 @@ async def run_prefill(pipe: Connection, block_bytes: int, tls: str) -> None:
     values = new_blocks(NUM_BLOCKS, block_bytes, seed=1)
     exporter = NixlExporter(pool_of(values), 64, NixlOptions(tls=tls))
     settings = ExportSettings("prefill-0", 1, address, FINGERPRINT, 64, 30.0, 30.0, 1.0)
-    exports = ExportTable(BlockPool(NUM_BLOCKS), exporter, settings)
-    engine = PrefillHalf(exports)
+    pool = BlockPool(NUM_BLOCKS)
+    exports = ExportTable(pool, exporter, settings)
+    engine = PrefillHalf(exports, pool)
     description = describe(Role.PREFILL, address, block_bytes)
-    running = serve(server, (engine, description, exports.counters, exporter.close), ExportStreams)
+    running = serve(server, (engine, description, {}, exporter.close), ExportStreams)
     await running.start()
     pipe.send("ready")
     while (command := await asyncio.to_thread(pipe.recv)) is not None:
@@ -248,7 +252,7 @@ async def run_decode(arguments: list[str], pipe: Connection) -> list[HandOff]:
     engine = DecodeHalf(imports, pool)
     description = describe(Role.DECODE, address, int(block_bytes))
     streams = partial(ImportStreams, GroupPeers(1, asyncio.get_running_loop()))
-    running = serve(server, (engine, description, imports.counters, importer.close), streams)
+    running = serve(server, (engine, description, {}, importer.close), streams)
     importer.notify(lambda: running.post(ReadsEnded()))
     await running.start()
     driver = Driver(pipe, engine, running.post)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -79,14 +79,15 @@ class HocketReader:
         self._ended = threading.Event()
         self.importer.notify(self._ended.set)
 
-    def read(self, remote: list[int], local: list[int], chunk_blocks: int) -> None:
+    def read(
+        self, remote: list[int], local: list[int], chunk_blocks: int, sums: Sequence[int] = ()
+    ) -> None:
         """READs of up to `chunk_blocks` blocks, all posted at once; returns when the last one is
-        fenced."""
+        fenced, and verified where `sums` holds the blocks' checksums."""
+        chunks = [slice(i, i + chunk_blocks) for i in range(0, len(remote), chunk_blocks)]
         reads = [
-            self.importer.read_blocks(
-                self._owner.pool, 0, remote[i : i + chunk_blocks], local[i : i + chunk_blocks]
-            )
-            for i in range(0, len(remote), chunk_blocks)
+            self.importer.read_blocks(self._owner.pool, 0, remote[c], local[c], sums[c])
+            for c in chunks
         ]
         while True:
             self._ended.clear()

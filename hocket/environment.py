@@ -7,8 +7,12 @@ before torch is. `control_plane.cluster` asks for them and passes them to the pr
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
+import socket
+import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +20,8 @@ from pathlib import Path
 # Largest message of UCX over TCP; `hocket.kv.nixl_agent` says why no READ there may be larger.
 TCP_SEGMENT_BYTES = 512 * 1024
 
+# The kernel's list of IPv4 addresses: SIOCGIFCONF and its `struct ifreq`.
+_LIST_ADDRESSES, _ADDRESS_BYTES, _MOST_ADDRESSES = 0x8912, 40, 1024
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _KUBERNETES_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
@@ -53,6 +59,33 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_no_address(host: str) -> bool:
+    """Whether `host` can be listened on but not called: 0.0.0.0, or :: in IPv6."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def device_of(host: str) -> str:
+    """The network device of this machine that has the IPv4 address `host`; "" when none has."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    entries = bytearray(_ADDRESS_BYTES * _MOST_ADDRESSES)
+    memory = (ctypes.c_char * len(entries)).from_buffer(entries)
+    request = struct.pack("iP", len(entries), ctypes.addressof(memory))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket.fileno(), _LIST_ADDRESSES, request)
+    size, _ = struct.unpack("iP", answer)
+    for name, address in struct.iter_unpack("16s4x4s16x", bytes(entries[:size])):
+        if socket.inet_ntoa(address) == host:
+            # A second address of a device may be labelled "eth0:1".
+            return name.partition(b"\0")[0].decode().partition(":")[0]
+    return ""
 
 
 def num_cpus() -> int:
@@ -94,6 +127,17 @@ def worker_environment(
     # grpc prints a line per fork and per missing system feature otherwise.
     variables["GRPC_VERBOSITY"] = "ERROR"
     return variables
+
+
+def use_device_of(host: str, tls: str) -> None:
+    """Keeps UCX to the network device that has a worker's address, where KV goes over IP only; in
+    this process, before UCX is loaded. UCX takes any device otherwise, also one that reaches no
+    peer, such as a container bridge, which has the same address on every host. RDMA devices are
+    left to UCX, and so is what UCX_NET_DEVICES says already."""
+    if tls != "tcp" and has_rdma_devices():
+        return
+    if device := device_of(host):
+        os.environ.setdefault("UCX_NET_DEVICES", device)
 
 
 def quiet_grpc() -> None:

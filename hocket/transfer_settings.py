@@ -24,7 +24,8 @@ class TransferSettings:
         arrived differs, if only by a bit. "off" trusts the transport's own.
     open_timeout_s: a finished or running export that no decode worker opens is given up.
     progress_timeout_s: an open hand-off on which nothing moves is given up.
-    read_timeout_s: one READ that takes longer is abandoned and its blocks quarantined.
+    read_timeout_s: a READ of which nothing arrives for so long is abandoned and its blocks
+        quarantined.
     num_slots: hand-offs that one prefill worker can have in flight.
     max_unread_share: share of prefill's blocks that finished, unread prompts may hold.
     max_quarantine_share: share of decode's blocks in quarantine that forces a new import agent.

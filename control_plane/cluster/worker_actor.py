@@ -71,6 +71,7 @@ class WorkerActor:
         if not environment.ucx_log_file():
             self._folder = TemporaryDirectory(prefix="hocket-")
             environment.log_ucx_to(Path(self._folder.name))
+        environment.use_device_of(settings.host, settings.transfer.tls)
         self._worker = import_entry(entry)(settings)
         # Guards both: who leaves before it is registered never is.
         self._lock = threading.Lock()

@@ -44,6 +44,7 @@ def run_worker(
                     settings.transfer.tls, settings.host, settings.threads, Path(log_folder)
                 )
             )
+            environment.use_device_of(settings.host, settings.transfer.tls)
             _run(import_worker()(settings), config.cluster.drain_s)
     except HocketError as error:
         print(error, file=sys.stderr)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hocket import environment
-from hocket.environment import is_loopback, worker_environment
+from hocket.environment import is_loopback, is_no_address, worker_environment
+from hocket.errors import ConfigError
+from hocket.execution.worker_server import bind
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,19 @@ from hocket.environment import is_loopback, worker_environment
 )
 def test_only_addresses_of_this_machine_alone_are_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("0.0.0.0", True), ("::", True), ("[::]", True), ("127.0.0.1", False), ("node-7", False)],
+)
+def test_what_can_be_listened_on_but_not_called_is_no_address(host: str, expected: bool) -> None:
+    assert is_no_address(host) is expected
+
+
+def test_b5_a_worker_does_not_tell_its_peers_an_address_that_nobody_can_call() -> None:
+    with pytest.raises(ConfigError, match=r"cannot call 0\.0\.0\.0"):
+        bind("0.0.0.0", 0)
 
 
 def test_a_loopback_worker_moves_kv_on_loopback_only() -> None:

@@ -156,6 +156,23 @@ def test_worker_settings_pickle_and_hold_their_own_pool() -> None:
     assert pickle.loads(pickle.dumps(decode)) == decode
 
 
+def test_faults_are_off_unless_somebody_turns_them_on_and_reach_the_workers() -> None:
+    assert Config().faults.total == 0
+    config = load_config(None, ["faults.corrupted=0.25", "faults.failed=0.5", "faults.seed=7"])
+    assert config.faults.total == 0.75
+    assert worker_settings(config, Role.DECODE, 0, epoch=1).faults == config.faults
+
+
+def test_shares_of_faults_above_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"faults is 1\.2; it must be shares .* at most 1"):
+        load_config(None, ["faults.corrupted=0.5", "faults.failed=0.7"])
+
+
+def test_b7_rdma_can_not_be_required_of_tcp() -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.require is 'rdma'; .*transfer\.tls"):
+        load_config(None, ["transfer.require=rdma", "transfer.tls=tcp"])
+
+
 def test_every_key_is_documented_in_its_table() -> None:
     for table in fields(Config):
         settings = getattr(Config(), table.name)

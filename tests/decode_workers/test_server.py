@@ -96,7 +96,10 @@ async def serving(tiny_worker: Any) -> AsyncIterator[Running]:
         max_draft_tokens=3,
         has_mtp=True,
     )
-    counters: dict[str, object] = {"hocket_decode_hand_off": tiny_worker.imports.counters}
+    counters: dict[str, object] = {
+        "hocket": tiny_worker.scheduler.counters,
+        "hocket_decode_hand_off": tiny_worker.imports.counters,
+    }
     parts = WorkerParts(tiny_worker.engine, description, counters, release=lambda: None)
     peers = GroupPeers(parts.description.epoch, asyncio.get_running_loop())
     running = WorkerServer(server, parts, partial(ImportStreams, peers), lambda error: None)
@@ -121,6 +124,21 @@ async def test_a_whole_request_streams_its_tokens_and_frees_its_blocks(
         await running.until(lambda: running.free_blocks == NUM_BLOCKS)
         registry = running.server.metrics_registry
         assert registry.get_sample_value("hocket_verify_emitted_tokens_total") == 7
+
+
+async def test_a_request_that_gives_way_is_counted_and_its_stream_has_no_gap(
+    make_worker: Callable[..., Any],
+) -> None:
+    async with serving(make_worker(reserve_output_share=0.0)) as running:
+        for name in ("a", "b"):
+            running.start(name, stopping=StoppingParams(100))
+        await running.until(lambda: len(running.of(Finished)) == 2)
+        for name in ("a", "b"):
+            told = [e for e in running.of(Tokens) if e.key.request_id == name]
+            indices = [e.output_index + i for e in told for i in range(len(e.token_ids))]
+            assert indices == list(range(100))
+        registry = running.server.metrics_registry
+        assert (registry.get_sample_value("hocket_preemptions_total") or 0) > 0
 
 
 async def test_the_load_counts_what_was_done_and_leaves_idle_turns_out(
