@@ -1,9 +1,9 @@
 """Where a request is placed, and where again when a worker refused or lost it.
 
-`request_flow` places every request through `Attempts`. As long as decode has not joined, another
-pair of workers can do all of it once more: same seed, same tokens, and what the client has already
-seen is told apart by its index. The worker that failed gets no second chance, its group neither
-when it is gone; a failed hand-off may be either side's fault.
+`request_flow` places every request through `Attempts`. What is left of it another pair of workers
+can do, with the output so far as part of the prompt: same seed, same tokens. The worker that failed
+gets no second chance, its group neither when it is gone; a failed hand-off may be either side's
+fault.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from control_plane.router.snapshot import Need, Placement
 from hocket.errors import HandOffFailed, HocketError, Overloaded
 from hocket.types import Leg, WorkerDescription
 
+# In a row, without a step of decode. The first token of an attempt does not count as one: whoever
+# kills workers or finds them full would get that from prefill alone, again and again.
 MAX_ATTEMPTS = 4
 
 
@@ -33,25 +35,41 @@ class Attempts:
     def __init__(self, pool: WorkerPool, need: Need) -> None:
         """Places the first. Raises WorkerUnavailable or InvalidRequest; see `router.route`."""
         self._pool = pool
-        self.need = need
+        self._whole = self.need = need
+        # When the present attempt began.
+        self._num_emitted = 0
+        self._tries = 1
         self.number = 0
         self.placement = pool.place(need)
 
-    def next(self, failed: LegFailed, *, must_agree: bool) -> None:
-        """Places the next, on other workers; `must_agree`: of the same fingerprint, because the
-        output has begun. Raises the failed worker's error when it would be the
-        same elsewhere, when nobody else can take the request, and after MAX_ATTEMPTS."""
-        if failed.error.is_retryable and self.number + 1 < MAX_ATTEMPTS:
-            fingerprint = self.placement.prefill.fingerprint if must_agree else None
+    def next(self, failed: LegFailed, *, num_emitted: int) -> None:
+        """Places what is left after so many tokens of output, on other workers; once there are any,
+        of the same fingerprint.
+
+        Raises the failed worker's error when it would be the same elsewhere, when nobody else can
+        take the request, and after MAX_ATTEMPTS without a step.
+        """
+        avoid = self.need.avoid
+        if num_emitted > self._num_emitted + 1:
+            # Who failed it before may be alive again by now.
+            self._tries, avoid = 1, frozenset[str]()
+        self._num_emitted = num_emitted
+        if failed.error.is_retryable and self._tries < MAX_ATTEMPTS:
             for names in suspects(self.placement, failed):
-                avoid = self.need.avoid | names
-                need = replace(self.need, avoid=avoid, fingerprint=fingerprint)
+                need = replace(
+                    self._whole,
+                    prompt_tokens=self._whole.prompt_tokens + num_emitted,
+                    max_tokens=self._whole.max_tokens - num_emitted,
+                    avoid=avoid | names,
+                    fingerprint=self.placement.prefill.fingerprint if num_emitted else None,
+                )
                 try:
                     self.placement = self._pool.place(need)
                 except HocketError:
                     continue
                 self.need = need
                 self.number += 1
+                self._tries += 1
                 return
         raise failed.error
 

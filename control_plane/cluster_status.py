@@ -38,6 +38,7 @@ def workers_status(snapshots: Iterable[WorkerSnapshot]) -> list[cluster.WorkerSt
             is_connected=snapshot.is_connected,
             is_listed=snapshot.is_listed,
             gateway_requests=snapshot.books.requests,
+            kept_out=snapshot.kept_out,
         )
         messages.append(message)
     return messages
@@ -60,6 +61,10 @@ def gateway_status(
         output_tokens=figures.output_tokens,
         hand_off_bytes=figures.hand_off_bytes_by_transport,
         drafts=_drafts(figures.drafts),
+        cached_tokens=figures.cached_tokens,
+        recomputed_requests=figures.recomputed_requests,
+        broken_prefix_promises=figures.broken_promises,
+        migrations=figures.migrations,
     )
 
 

@@ -3,8 +3,8 @@
 `Gateway` is built with options and a `WorkerDirectory`, listens after `start`, and hands every
 Generate to `request_flow`. It decides nothing about a request but who answers for its errors:
 each becomes a gRPC status with details. Health is SERVING while a prefill and a decode worker
-that can pair are reachable. Beside it, over the same flow, stands the HTTP door,
-`control_plane.openai`.
+that can pair are reachable and proven (`control_plane.readiness`). Beside it, over the same flow,
+stands the HTTP door, `control_plane.openai`.
 """
 
 # gRPC's own types are incomplete.
@@ -32,8 +32,10 @@ from control_plane.openai.door import Behind, Door
 from control_plane.openai.server import HttpServer
 from control_plane.openai.token_texts import TokenTexts
 from control_plane.readable_requests import ReadableRequests
+from control_plane.readiness import CanaryTimes, Readiness
 from control_plane.request_flow import RequestFlow
 from control_plane.router.pool import WorkerDirectory, WorkerPool
+from control_plane.router.proofs import Proofs
 from control_plane.router.route import choose_pair, choose_whole
 from control_plane.router.snapshot import WorkerSnapshot
 from control_plane.tokenizer import ModelTokenizer
@@ -44,7 +46,7 @@ from hocket.rpc.clients import PUBLIC_MESSAGE_BYTES, server_options
 from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from hocket.rpc.session_client import SessionClient, SessionSettings
 from hocket.rpc.status import answered
-from hocket.telemetry import GatewayMetrics
+from hocket.telemetry import GatewayMetrics, RoutingMetrics
 from hocket.types import Role
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class GatewayOptions:
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES
     deadline_s: float = 600.0
     session: SessionSettings = field(default_factory=SessionSettings)
+    canary: CanaryTimes = field(default_factory=CanaryTimes)
     gateway_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -116,8 +119,7 @@ class Gateway:
         Raises ConfigError when an address cannot be bound.
         """
         options = self.options
-        choose = choose_whole if self.options.is_aggregated else choose_pair
-        self._pool = WorkerPool(self._directory, self._connect, choose)
+        readiness = self._open_pool()
         flow = RequestFlow(
             self._pool, self._tokenizer, self.metrics, lambda: self._seeds.getrandbits(_SEED_BITS)
         )
@@ -140,7 +142,10 @@ class Gateway:
             raise
         await self._tell_health()
         await self._server.start()
-        self._tasks.append(asyncio.create_task(self._watch_health()))
+        self._tasks += [
+            asyncio.create_task(self._watch_health()),
+            asyncio.create_task(readiness.run()),
+        ]
         return port
 
     async def wait_until_serving(self, timeout_s: float) -> None:
@@ -149,6 +154,11 @@ class Gateway:
             while not self._pool.can_serve():
                 await asyncio.sleep(_HEALTH_S / 10)
             await self._tell_health()
+
+    def unready(self) -> dict[str, str]:
+        """Why listed workers get no requests yet, by name; empty when all are proven."""
+        listed = [s for s in self._pool.snapshots() if s.is_listed]
+        return {s.name: s.kept_out for s in listed if s.kept_out}
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """Every worker that this gateway knows, as of now."""
@@ -165,6 +175,23 @@ class Gateway:
             doors.append(self._http.stop(grace_s))
         await asyncio.gather(*doors)
         await self._pool.close()
+
+    def _open_pool(self) -> Readiness:
+        """Connects to the workers that are listed; what proves them is to be run."""
+        options = self.options
+        proofs = Proofs([Role.DECODE]) if options.is_aggregated else Proofs()
+        choose = choose_whole if options.is_aggregated else choose_pair
+        self._pool = WorkerPool(self._directory, self._connect, choose, proofs.kept_out)
+        readiness = Readiness(
+            self._pool,
+            proofs,
+            RoutingMetrics(self.metrics.registry),
+            is_aggregated=options.is_aggregated,
+            vocabulary_size=self._tokenizer.vocabulary_size,
+            times=options.canary,
+        )
+        self._directory.watch(readiness.changed)
+        return readiness
 
     def _bind(self) -> int:
         options = self.options

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from control_plane.router.pool import Entry, WorkerPool, WorkerSession
-from control_plane.router.snapshot import Need, Placement
+from control_plane.router.snapshot import Books, Need, Placement
 from control_plane.turns import Turns
 from hocket.types import (
     Event,
@@ -85,28 +85,27 @@ class Legs:
 
     def start(self, request: StartRequest) -> None:
         """Sends the prompt to the prefill worker, or to the one that does it all; that one's events
-        are the decode leg's."""
-        if self.placement.is_whole:
-            decode, need = self.placement.decode, self._need
-            blocks = need.all_blocks(decode.block_tokens)
-            entry = self._pool.book(
-                decode.worker_id, prompt_tokens=need.prompt_tokens, blocks=blocks
-            )
-            self._start(replace(request, leg=Leg.WHOLE), Leg.DECODE, entry)
-            return
-        self._prefill = request
-        entry = self._pool.book(
-            self.placement.prefill.worker_id, prompt_tokens=self._need.prompt_tokens
-        )
-        self._start(request, Leg.PREFILL, entry)
+        are the decode leg's. Both workers have the request in their books from here on, so that
+        decode is not forgotten, nor chosen by everyone, while prefill computes."""
+        prefill, decode, need = self.placement.prefill, self.placement.decode, self._need
+        is_whole = self.placement.is_whole
+        to_compute = max(1, need.prompt_tokens - self.placement.promised_tokens)
+        prompt = Books(requests=int(not is_whole), prompts=1, prompt_tokens=to_compute)
+        output = Books(requests=1, blocks=need.all_blocks(decode.block_tokens))
+        self._entries = {
+            Leg.PREFILL: self._pool.book(prefill.worker_id, prompt),
+            Leg.DECODE: self._pool.book(decode.worker_id, output),
+        }
+        if is_whole:
+            self._start(replace(request, leg=Leg.WHOLE), Leg.DECODE)
+        else:
+            self._prefill = request
+            self._start(request, Leg.PREFILL)
 
     def start_decode(self, export: ExportHandle) -> None:
         """Starts decode on what prefill has begun to export."""
         assert self._prefill is not None
-        decode = self.placement.decode
-        request = replace(self._prefill, leg=Leg.DECODE, export=export)
-        blocks = self._need.all_blocks(decode.block_tokens)
-        self._start(request, Leg.DECODE, self._pool.book(decode.worker_id, blocks=blocks))
+        self._start(replace(self._prefill, leg=Leg.DECODE, export=export), Leg.DECODE)
 
     async def events(self) -> list[LegEvent]:
         """All events that are there when it is this request's turn, at least one."""
@@ -128,12 +127,13 @@ class Legs:
         for leg, request in list(self._running.items()):
             self._sessions[leg].cancel(request.key)
             self._ended(leg)
+        for leg in list(self._entries):
+            self._release(leg)
         self._prefill = None
 
-    def _start(self, request: StartRequest, leg: Leg, entry: Entry) -> None:
+    def _start(self, request: StartRequest, leg: Leg) -> None:
         assert not self.was_started(leg), f"{leg} of {request.key} was started twice"
         self._running[leg] = request
-        self._entries[leg] = entry
         self._started_s[leg] = self._loop.time()
         left_s = max(0.0, self._deadline_s - self._loop.time())
         self._sessions[leg].start(
@@ -149,10 +149,17 @@ class Legs:
     def _note(self, item: LegEvent) -> None:
         if isinstance(item.event, Joined):
             self._has_joined = True
-        elif isinstance(item.event, Tokens) and item.leg is Leg.PREFILL:
-            self._release(Leg.PREFILL)
+        elif isinstance(item.event, Tokens):
+            self._note_tokens(item.leg)
         elif isinstance(item.event, Finished | Failed):
             self._ended(item.leg)
+
+    def _note_tokens(self, leg: Leg) -> None:
+        """The first tokens of who reads the prompt mean that it is computed."""
+        reads = Leg.DECODE if self.placement.is_whole else Leg.PREFILL
+        if leg is reads and Leg.PREFILL in self._entries:
+            self._release(Leg.PREFILL)
+            self._pool.note_computed(self.placement.prefill, self._need.prefix)
 
     def _ended(self, leg: Leg) -> None:
         self._running.pop(leg, None)

@@ -53,6 +53,11 @@ class Output:
         return len(self._token_ids)
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """These tokens."""
+        return tuple(self._token_ids)
+
+    @property
     def is_over(self) -> bool:
         """Whether the output has ended; what comes later is ignored."""
         return self.reason is not None

@@ -2,13 +2,13 @@
 
 Metrics live in a registry that is passed in, one per process. The gateway uses `GatewayMetrics`
 and `PoolMetrics`, workers `WorkerMetrics`; gateway and decode workers report multi-token
-prediction through `DraftMetrics`, where each of the circulating figures has a name of its own.
-`docs/metrics.md` has the table. Log lines are `hocket.logs`.
+prediction through `hocket.draft_metrics`. `docs/metrics.md` has the table. Log lines are
+`hocket.logs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -21,6 +21,7 @@ from prometheus_client import (
     start_http_server,
 )
 
+from hocket.draft_metrics import DraftMetrics
 from hocket.errors import ConfigError
 from hocket.types import DraftCounts, Load, Usage, WorkerDescription
 
@@ -32,78 +33,6 @@ _LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
-
-
-class DraftMetrics:
-    """Multi-token prediction since the start of the process."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.drafted = Counter("hocket_draft_tokens", "Draft tokens proposed.", registry=registry)
-        self.accepted = Counter(
-            "hocket_draft_tokens_accepted",
-            "Draft tokens that verification kept.",
-            registry=registry,
-        )
-        self.verify_steps = Counter(
-            "hocket_verify_steps", "Verify steps, counted per request.", registry=registry
-        )
-        self.emitted = Counter(
-            "hocket_verify_emitted_tokens", "Tokens emitted by verify steps.", registry=registry
-        )
-        self.drafted_at = Counter(
-            "hocket_draft_position_proposed",
-            "Steps that proposed a draft at this position (0 is the first).",
-            ["position"],
-            registry=registry,
-        )
-        self.survived_at = Counter(
-            "hocket_draft_position_survived",
-            "Steps that kept all drafts up to this position.",
-            ["position"],
-            registry=registry,
-        )
-        self.acceptance_rate = Gauge(
-            "hocket_draft_acceptance_rate", "Accepted / drafted tokens.", registry=registry
-        )
-        self.survival = Gauge(
-            "hocket_draft_survival_rate",
-            "Survived / proposed at this position.",
-            ["position"],
-            registry=registry,
-        )
-        self.acceptance_length = Gauge(
-            "hocket_acceptance_length", "Tokens emitted per verify step.", registry=registry
-        )
-        self._total = DraftCounts()
-
-    @property
-    def total(self) -> DraftCounts:
-        """The sum of all counts so far."""
-        return self._total
-
-    def add(self, counts: DraftCounts) -> None:
-        """Adds what was counted since the last call, for example by one finished request."""
-        total = self._total
-        self._total = DraftCounts(
-            verify_steps=total.verify_steps + counts.verify_steps,
-            emitted_tokens=total.emitted_tokens + counts.emitted_tokens,
-            drafted_by_position=_sum(total.drafted_by_position, counts.drafted_by_position),
-            accepted_by_position=_sum(total.accepted_by_position, counts.accepted_by_position),
-        )
-        self.drafted.inc(counts.drafted_tokens)
-        self.accepted.inc(counts.accepted_tokens)
-        self.verify_steps.inc(counts.verify_steps)
-        self.emitted.inc(counts.emitted_tokens)
-        self.acceptance_rate.set(self._total.acceptance_rate)
-        self.acceptance_length.set(self._total.acceptance_length)
-        for position, number in enumerate(counts.drafted_by_position):
-            self.drafted_at.labels(str(position)).inc(number)
-        for position, number in enumerate(counts.accepted_by_position):
-            self.survived_at.labels(str(position)).inc(number)
-        pairs = zip(self._total.drafted_by_position, self._total.accepted_by_position, strict=True)
-        for position, (drafted, accepted) in enumerate(pairs):
-            if drafted:
-                self.survival.labels(str(position)).set(accepted / drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +60,9 @@ class GatewayFigures:
     output_tokens: int
     finished_output_tokens: int
     hand_off_bytes_by_transport: Mapping[str, int]
+    recomputed_requests: int
+    broken_promises: int
+    migrations: int
     drafts: DraftCounts
 
 
@@ -147,6 +79,21 @@ class GatewayMetrics:
             "hocket_replacements",
             "Requests begun again on other workers, by the reason of the one that failed.",
             ["reason"],
+            registry=registry,
+        )
+        self.migrations = Counter(
+            "hocket_migrations",
+            "Of these, those whose output had begun: it went on without a repeat or a gap.",
+            registry=registry,
+        )
+        self.recomputed = Counter(
+            "hocket_requests_recomputed",
+            "Requests whose prompt decode computed again, because the hand-off failed.",
+            registry=registry,
+        )
+        self.broken_promises = Counter(
+            "hocket_prefix_promises_broken",
+            "Prompts of which a worker should have had a part cached and found none of it.",
             registry=registry,
         )
         self.in_flight = Gauge(
@@ -227,7 +174,28 @@ class GatewayMetrics:
             output_tokens=int(_value(self.output_tokens)),
             finished_output_tokens=int(_value(self.finished_output_tokens)),
             hand_off_bytes_by_transport=_by_label(self.hand_off_bytes, "transport"),
+            recomputed_requests=int(_value(self.recomputed)),
+            broken_promises=int(_value(self.broken_promises)),
+            migrations=int(_value(self.migrations)),
             drafts=self.drafts.total,
+        )
+
+
+class RoutingMetrics:
+    """What the gateway does and finds so that requests go to workers that can serve them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.canaries = Counter(
+            "hocket_canaries",
+            "Canaries sent through workers: passed or failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.kept_out = Gauge(
+            "hocket_workers_kept_out",
+            "Workers that get no request because no canary has passed them yet.",
+            ["pool"],
+            registry=registry,
         )
 
 
@@ -369,12 +337,3 @@ def _latency_sum(histogram: Histogram) -> LatencySum:
 
 def _latency(registry: CollectorRegistry, name: str, text: str) -> Histogram:
     return Histogram(name, text, buckets=_LATENCY_BUCKETS_S, registry=registry)
-
-
-def _sum(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
-    """Element by element; the shorter one counts as followed by zeros."""
-    left, right = list(left), list(right)
-    width = max(len(left), len(right))
-    left += [0] * (width - len(left))
-    right += [0] * (width - len(right))
-    return tuple(a + b for a, b in zip(left, right, strict=True))

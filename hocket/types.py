@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+PROTOCOL_VERSION = 1
+"""Of `worker.proto`, as this version speaks it; N and N-1 understand each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
@@ -223,10 +226,11 @@ class WorkerDescription:
     max_prompt_tokens: int
     max_draft_tokens: int
     has_mtp: bool
+    has_prefix_cache: bool = False
     group: str = ""
     rank: int = 0
     group_size: int = 1
-    protocol_version: int = 1
+    protocol_version: int = PROTOCOL_VERSION
     load: Load = field(default_factory=Load)
     is_draining: bool = False
     transport: str = ""
@@ -272,13 +276,18 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Decode has the prompt's KV and runs the request."""
+    """Decode has the prompt's KV and runs the request.
+
+    `cached_tokens` were in its own cache. `recomputed`: the hand-off failed, as `recompute_reason`
+    says, and the prompt was computed again here.
+    """
 
     key: RequestKey
     imported_bytes: int
     transport: str
     cached_tokens: int = 0
     recomputed: bool = False
+    recompute_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

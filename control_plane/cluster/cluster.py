@@ -1,7 +1,8 @@
 """`hocket up`, without the terminal: everything is started in order, watched, and stopped.
 
 Order: Ray, then store (embedded Valkey unless `redis.url` is set), gateway and workers side by
-side. `start` returns when the gateway lists every worker, so that the first request finds its pair.
+side. `start` returns when the gateway has sent a canary through every worker, so that the first
+request finds its pair.
 From then on one thread looks after them (the `Supervisor` replaces what dies, the `WorkerPools`
 start and drain), and another runs the scaling loop. `stop` drains the gateway first, then the
 workers, and ends every process that `start` began, in any state; what it cannot end any more,
@@ -124,7 +125,7 @@ class Cluster:
         pools = self._pools = WorkerPools(host, supervisor, self._times(), self._clock)
         for role in Role:
             pools.start(role, pool_settings(config, role).workers)
-        StartUp(config, supervisor, pools, host, self._report).wait()
+        StartUp(config, supervisor, pools, host, self._report, self._unroutable).wait()
         gateway = supervisor.processes()[GATEWAY]
         assert isinstance(gateway, RayProcess)
         self._ports = gateway.result
@@ -238,6 +239,15 @@ class Cluster:
     def _registered(self) -> tuple[WorkerDescription, ...]:
         assert self._registry is not None
         return tuple(self._registry.workers())
+
+    def _unroutable(self, num_workers: int) -> str:
+        """Ready means routable, which the gateway knows; see `GatewayActor.unroutable`."""
+        import ray
+
+        assert self._supervisor is not None
+        gateway = self._supervisor.processes()[GATEWAY]
+        assert isinstance(gateway, RayProcess)
+        return ray.get(gateway.actor.unroutable.remote(num_workers), timeout=2 * _ANSWER_S)
 
     def _gateway_counts(self) -> GatewayCounts | Missing:
         import ray

@@ -126,14 +126,18 @@ class _RunningGateway:
     async def is_following(self) -> bool:
         return not self._follow.done()
 
-    async def is_routable(self, num_workers: int) -> bool:
-        if len(self._directory.workers()) < num_workers:
-            return False
+    async def unroutable(self, num_workers: int) -> str:
+        listed = len(self._directory.workers())
+        if listed < num_workers:
+            return f"{listed} of {num_workers} workers are listed"
+        unready = [f"{name} {why}" for name, why in sorted(self._gateway.unready().items())]
+        if unready:
+            return "; ".join(unready)
         try:
             await self._gateway.wait_until_serving(_ANSWER_S / 5)
         except TimeoutError:
-            return False
-        return True
+            return "no request would find its workers"
+        return ""
 
     def counts(self) -> GatewayCounts:
         """What it has counted, for the autoscaler; from any thread."""
@@ -186,9 +190,10 @@ class GatewayActor:
         """Whether the event loop turns and the registry is followed."""
         return self._wait(self._running.is_following(), _ANSWER_S)
 
-    def is_routable(self, num_workers: int) -> bool:
-        """Whether `num_workers` are listed and a request would find a pair among them."""
-        return self._wait(self._running.is_routable(num_workers), _ANSWER_S)
+    def unroutable(self, num_workers: int) -> str:
+        """Why it cannot be said that `num_workers` are listed, that canaries have passed all of
+        them, and that a request would find its workers; "" when it can."""
+        return self._wait(self._running.unroutable(num_workers), _ANSWER_S)
 
     def wait_until_closed(self) -> None:
         """Returns after `stop`; a caller that gets an error instead knows the process died."""

@@ -21,6 +21,12 @@ def check_before_start(config: Config, host: str) -> None:
     Raises:
         ConfigError, CheckpointError: a setting that cannot work here; the message names it.
     """
+    if environment.is_no_address(host):
+        raise ConfigError(
+            f"cluster.host is {host!r}: workers tell their peers the address that they bind, and "
+            "nobody can call that one; leave it empty for each node's own.",
+            field="cluster.host",
+        )
     if not config.cluster.ray_address:
         check_local_workers(config)
         folder = config.model.checkpoint()

@@ -1,19 +1,17 @@
 """From launched to serving: everything is brought up, and what is waited for is told.
 
 `Cluster.start` has made the places and asked for the workers' room; here both are ticked until the
-gateway lists every worker, so that the first request finds its pair. The first process that fails
-for a reason ends it: that is most likely everyone's. One that dies without a word, as on a machine
-or in a Ray that is overloaded, is started again, once.
+gateway lists every worker and canaries have passed them, so that the first request finds its pair.
+The first process that fails for a reason ends it: that is most likely everyone's. One that dies
+without a word, as on a machine or in a Ray that is overloaded, is started again, once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from control_plane.cluster.pools import WorkerPools
-from control_plane.cluster.ray_runtime import RayProcess
 from control_plane.cluster.ray_workers import RayWorkers
 from control_plane.cluster.scaling_policy import num_ranks, pool_settings
 from control_plane.cluster.supervisor import PROCESS_DIED, Supervisor
@@ -38,14 +36,18 @@ class StartUp:
         pools: WorkerPools,
         host: RayWorkers,
         report: Callable[[str], None],
+        unroutable: Callable[[int], str],
     ) -> None:
-        """`report` is told what is waited for; what it raises, on a signal, ends the wait."""
+        """`report` is told what is waited for; what it raises, on a signal, ends the wait.
+        `unroutable`: asks the gateway why requests cannot reach so many workers, "" if they can."""
         self._config = config
         self._supervisor = supervisor
         self._pools = pools
         self._host = host
         self._report = report
+        self._unroutable = unroutable
         self._sizes = {role: pool_settings(config, role).workers for role in Role}
+        self._ranks = sum(n * num_ranks(config, role) for role, n in self._sizes.items())
 
     def wait(self) -> None:
         """Returns when requests can come.
@@ -68,10 +70,12 @@ class StartUp:
             waited_s = time.monotonic() - began
             serving = [name for role in Role for name in self._pools.ready(role)]
             serving += [GATEWAY] if self._supervisor.is_serving(GATEWAY) else []
-            waiting = _waiting_for([name for name in names if name not in serving])
+            missing = [name for name in names if name not in serving]
+            fault = "" if missing else self._unroutable(self._ranks)
+            waiting = _waiting_for(missing, fault)
             if not self._waits_for_room(waited_s):
                 self._report(waiting)
-            if len(serving) == len(names) and self._gateway_lists_all():
+            if not missing and not fault:
                 return
             if waited_s > limit_s:
                 raise InternalError(
@@ -95,15 +99,8 @@ class StartUp:
             is_waiting = True
         return is_waiting
 
-    def _gateway_lists_all(self) -> bool:
-        """Ready means routable: asked of the gateway itself."""
-        import ray
 
-        process: Any = self._supervisor.processes()[GATEWAY]
-        assert isinstance(process, RayProcess)
-        ranks = sum(count * num_ranks(self._config, role) for role, count in self._sizes.items())
-        return ray.get(process.actor.is_routable.remote(ranks), timeout=10)
-
-
-def _waiting_for(missing: list[str]) -> str:
-    return f"waiting for {', '.join(missing)}" if missing else "waiting for the router"
+def _waiting_for(missing: list[str], fault: str) -> str:
+    if missing:
+        return f"waiting for {', '.join(missing)}"
+    return f"waiting for the router: {fault}" if fault else "waiting for the router"

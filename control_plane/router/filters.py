@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from control_plane.router.snapshot import Need, WorkerSnapshot
-from hocket.rpc.session_client import PROTOCOL_VERSION
+from hocket.types import PROTOCOL_VERSION
 
 Filter = Callable[[WorkerSnapshot, Need], str]
 
@@ -26,6 +26,11 @@ def is_connected(snapshot: WorkerSnapshot, need: Need) -> str:
 def is_not_draining(snapshot: WorkerSnapshot, need: Need) -> str:
     """It must take new requests."""
     return "is draining" if snapshot.worker.is_draining else ""
+
+
+def is_proven(snapshot: WorkerSnapshot, need: Need) -> str:
+    """A canary must have passed it."""
+    return snapshot.kept_out
 
 
 def has_not_failed(snapshot: WorkerSnapshot, need: Need) -> str:
@@ -71,6 +76,7 @@ AVAILABLE: tuple[Filter, ...] = (
     is_connected,
     is_not_draining,
     speaks_our_protocol,
+    is_proven,
     has_not_failed,
     says_the_same,
 )

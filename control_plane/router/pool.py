@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from control_plane.router.prefixes import NO_PREFIX, KnownPrefixes, PromptPrefix
 from control_plane.router.route import Choose, can_serve, choose_pair
 from control_plane.router.snapshot import Books, Need, Placement, WorkerSnapshot
 from hocket.rpc.session_client import EventSink
@@ -41,6 +42,7 @@ class WorkerSession(Protocol):
     def num_requests(self) -> int: ...
     def start(self, request: StartRequest, sink: EventSink) -> None: ...
     def cancel(self, key: RequestKey) -> None: ...
+    def doubt(self) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -49,7 +51,15 @@ class _Member:
     worker: WorkerDescription
     session: WorkerSession
     books: Books
+    prefixes: KnownPrefixes
     is_listed: bool = True
+
+    def renew(self, worker: WorkerDescription) -> None:
+        """The directory's latest word on it. A new life has an empty cache."""
+        if worker.epoch != self.worker.epoch:
+            self.prefixes = _empty_prefixes(worker)
+            self.session.doubt()
+        self.worker, self.is_listed = worker, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +67,24 @@ class Entry:
     """One entry in the books of a worker; give it back once, with `WorkerPool.release`."""
 
     member: _Member
-    requests: int
-    prompt_tokens: int
-    blocks: int
+    books: Books
+
+
+def _empty_prefixes(worker: WorkerDescription) -> KnownPrefixes:
+    return KnownPrefixes(worker.num_blocks)
+
+
+def _cached_tokens(member: _Member, prefix: PromptPrefix) -> int:
+    """Of a prompt, the tokens that a worker should have cached."""
+    if prefix is NO_PREFIX or not member.worker.has_prefix_cache:
+        return 0
+    block_tokens = member.worker.block_tokens
+    return member.prefixes.count(prefix.hashes(block_tokens)) * block_tokens
+
+
+def trusted(worker: WorkerDescription) -> str:
+    """Every worker may serve as soon as it is there."""
+    return ""
 
 
 class WorkerPool:
@@ -70,11 +95,14 @@ class WorkerPool:
         directory: WorkerDirectory,
         connect: Callable[[str], WorkerSession],
         choose: Choose = choose_pair,
+        kept_out: Callable[[WorkerDescription], str] = trusted,
     ) -> None:
-        """`connect` opens the Session with the worker at an address."""
+        """`connect` opens the Session with the worker at an address. `kept_out`: why a worker must
+        not get requests yet, "" when it may."""
         self._directory = directory
         self._connect = connect
         self._choose = choose
+        self._kept_out = kept_out
         self._members: dict[str, _Member] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._rotation = 0
@@ -88,23 +116,28 @@ class WorkerPool:
         for worker_id, worker in listed.items():
             member = self._members.get(worker_id)
             if member is not None and member.worker.address == worker.address:
-                member.worker, member.is_listed = worker, True
+                member.renew(worker)
                 continue
             if member is not None:
                 self._close(member)
-            self._members[worker_id] = _Member(worker, self._connect(worker.address), Books())
+            session = self._connect(worker.address)
+            self._members[worker_id] = _Member(worker, session, Books(), _empty_prefixes(worker))
         for member in list(self._members.values()):
-            member.is_listed = member.worker.worker_id in listed
+            if member.is_listed and member.worker.worker_id not in listed:
+                member.is_listed = False
+                member.session.doubt()
             self._drop_if_gone(member)
 
-    def snapshots(self) -> list[WorkerSnapshot]:
-        """Every known worker as of now."""
+    def snapshots(self, prefix: PromptPrefix = NO_PREFIX) -> list[WorkerSnapshot]:
+        """Every known worker as of now, and what it should have cached of a prompt."""
         return [
             WorkerSnapshot(
                 worker=member.worker,
                 load=member.session.load if member.session.is_connected else member.worker.load,
                 is_connected=member.session.is_connected,
                 is_listed=member.is_listed,
+                kept_out=self._kept_out(member.worker),
+                cached_tokens=_cached_tokens(member, prefix),
                 books=member.books,
             )
             for member in self._members.values()
@@ -117,7 +150,7 @@ class WorkerPool:
     def place(self, need: Need) -> Placement:
         """The workers for a request. Raises WorkerUnavailable or InvalidRequest; see `route`."""
         self._rotation += 1
-        return self._choose(self.snapshots(), need, self._rotation)
+        return self._choose(self.snapshots(need.prefix), need, self._rotation)
 
     def can_serve(self) -> bool:
         """Whether requests can be served at all."""
@@ -127,17 +160,24 @@ class WorkerPool:
         """The Session with a known worker."""
         return self._members[worker_id].session
 
-    def book(self, worker_id: str, *, prompt_tokens: int = 0, blocks: int = 0) -> Entry:
-        """Enters a request into a worker's books."""
-        entry = Entry(self._members[worker_id], 1, prompt_tokens, blocks)
-        entry.member.books = entry.member.books.plus(1, prompt_tokens, blocks)
+    def book(self, worker_id: str, books: Books) -> Entry:
+        """Enters a request, or a part of one, into a worker's books."""
+        entry = Entry(self._members[worker_id], books)
+        entry.member.books = entry.member.books.plus(books)
         return entry
 
     def release(self, entry: Entry) -> None:
         """Takes an entry back out; the worker may be gone by now."""
-        books = entry.member.books
-        entry.member.books = books.plus(-entry.requests, -entry.prompt_tokens, -entry.blocks)
+        entry.member.books = entry.member.books.minus(entry.books)
         self._drop_if_gone(entry.member)
+
+    def note_computed(self, worker: WorkerDescription, prefix: PromptPrefix) -> None:
+        """This life of a worker has the prompt in its cache now, if it has one."""
+        member = self._members.get(worker.worker_id)
+        if member is None or member.worker.epoch != worker.epoch:
+            return
+        if worker.has_prefix_cache:
+            member.prefixes.add(prefix.hashes(worker.block_tokens))
 
     async def close(self) -> None:
         """Ends every Session; what runs on them fails."""
@@ -149,7 +189,8 @@ class WorkerPool:
     def _drop_if_gone(self, member: _Member) -> None:
         name = member.worker.worker_id
         is_current = self._members.get(name) is member
-        if is_current and not member.is_listed and member.session.num_requests == 0:
+        is_used = member.session.num_requests > 0 or member.books.requests > 0
+        if is_current and not member.is_listed and not is_used:
             self._close(self._members.pop(name))
 
     def _close(self, member: _Member) -> None:

@@ -1,17 +1,19 @@
 """Routing in three verbs: filter, score, pick. Snapshots and a need in, a pair of workers out.
 
 Pure: `pool.WorkerPool` keeps the state, `request_flow` acts on the placement. Only workers of
-equal fingerprint pair; among several fingerprints the one with the best pair wins.
+equal fingerprint and of neighbouring protocol versions pair; among several such groups the one with
+the best pair wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from control_plane.router import filters, scorers
 from control_plane.router.snapshot import Need, Placement, WorkerSnapshot
 from hocket.errors import HocketError, InvalidRequest, WorkerUnavailable
-from hocket.types import Fingerprint, Role
+from hocket.types import Fingerprint, Role, WorkerDescription
 
 Scorer = Callable[[WorkerSnapshot, Need], float]
 Choose = Callable[[Sequence[WorkerSnapshot], Need, int], Placement]
@@ -22,7 +24,7 @@ _NAMED_REASONS = 8
 
 
 def choose_pair(workers: Sequence[WorkerSnapshot], need: Need, rotation: int = 0) -> Placement:
-    """The best prefill and decode worker of equal fingerprint.
+    """The best prefill and decode worker that can pair.
 
     `rotation` is any number that differs from call to call: it spreads ties.
 
@@ -32,25 +34,34 @@ def choose_pair(workers: Sequence[WorkerSnapshot], need: Need, rotation: int = 0
     """
     prefill = _candidates(workers, Role.PREFILL, filters.fits_prefill, need)
     decode = _candidates(workers, Role.DECODE, filters.fits_decode, need)
-    prefill_of, decode_of = _by_fingerprint(prefill), _by_fingerprint(decode)
-    shared = [fingerprint for fingerprint in prefill_of if fingerprint in decode_of]
-    if not shared:
+    prefill_of, decode_of = _by_kind(prefill), _by_kind(decode)
+    kinds = [(p, d) for p in prefill_of for d in decode_of if p.can_pair(d)]
+    if not kinds:
         raise _no_pair(prefill[0], decode[0])
 
     pairs: list[tuple[float, Placement]] = []
-    for fingerprint in shared:
-        cost, first = pick(prefill_of[fingerprint], scorers.queued_prefill, need, rotation)
-        filled, second = pick(decode_of[fingerprint], scorers.filled_decode, need, rotation)
-        placement = Placement(first.worker, second.worker)
+    for of_prefill, of_decode in kinds:
+        cost, first = pick(prefill_of[of_prefill], scorers.queued_prefill, need, rotation)
+        filled, second = pick(decode_of[of_decode], scorers.filled_decode, need, rotation)
+        placement = Placement(first.worker, second.worker, first.cached_tokens)
         pairs.append((filled + cost / max(need.prompt_tokens, 1), placement))
     return min(pairs, key=lambda pair: pair[0])[1]
+
+
+def difference(one: WorkerDescription, other: WorkerDescription) -> str:
+    """Why two workers cannot pair, with both values; "" when they can."""
+    found = one.fingerprint.difference(other.fingerprint)
+    if abs(one.protocol_version - other.protocol_version) > 1:
+        versions = f"protocol_version: {one.protocol_version} != {other.protocol_version}"
+        found = f"{found}, {versions}" if found else versions
+    return found
 
 
 def choose_whole(workers: Sequence[WorkerSnapshot], need: Need, rotation: int = 0) -> Placement:
     """The best decode worker for a whole request. Raises as `choose_pair` does."""
     decode = _candidates(workers, Role.DECODE, filters.fits_decode, need)
     _, best = pick(decode, scorers.whole, need, rotation)
-    return Placement(best.worker, best.worker)
+    return Placement(best.worker, best.worker, best.cached_tokens)
 
 
 def pick(
@@ -88,12 +99,25 @@ def _candidates(
     raise _nobody(role, reasons | misfits)
 
 
-def _by_fingerprint(
-    candidates: Sequence[WorkerSnapshot],
-) -> dict[Fingerprint, list[WorkerSnapshot]]:
-    groups: dict[Fingerprint, list[WorkerSnapshot]] = {}
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What decides on whether workers can pair."""
+
+    fingerprint: Fingerprint
+    protocol_version: int
+
+    def can_pair(self, other: _Kind) -> bool:
+        """Versions N and N-1 understand each other."""
+        is_near = abs(self.protocol_version - other.protocol_version) <= 1
+        return is_near and self.fingerprint == other.fingerprint
+
+
+def _by_kind(candidates: Sequence[WorkerSnapshot]) -> dict[_Kind, list[WorkerSnapshot]]:
+    groups: dict[_Kind, list[WorkerSnapshot]] = {}
     for candidate in candidates:
-        groups.setdefault(candidate.worker.fingerprint, []).append(candidate)
+        worker = candidate.worker
+        kind = _Kind(worker.fingerprint, worker.protocol_version)
+        groups.setdefault(kind, []).append(candidate)
     return groups
 
 
@@ -109,9 +133,9 @@ def _nobody(role: Role, reasons: Mapping[str, str]) -> WorkerUnavailable:
 
 
 def _no_pair(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> WorkerUnavailable:
-    difference = prefill.worker.fingerprint.difference(decode.worker.fingerprint)
+    found = difference(prefill.worker, decode.worker)
     return WorkerUnavailable(
-        "no prefill worker has the fingerprint of a decode worker; for example "
-        f"{prefill.name} and {decode.name} differ in {difference}",
-        difference=difference,
+        "no prefill worker can pair with a decode worker; for example "
+        f"{prefill.name} and {decode.name} differ in {found}",
+        difference=found,
     )

@@ -15,7 +15,16 @@ def queued_prefill(snapshot: WorkerSnapshot, need: Need) -> float:
     prompts that nobody has read yet keep from being computed. In tokens."""
     load, worker = snapshot.load, snapshot.worker
     queued = max(load.queued_prompt_tokens, snapshot.books.prompt_tokens)
-    return queued + need.prompt_tokens + load.unread_blocks * worker.block_tokens
+    unread = load.unread_blocks * worker.block_tokens
+    return queued + need.prompt_tokens + unread - cache_credit(snapshot)
+
+
+def cache_credit(snapshot: WorkerSnapshot) -> float:
+    """Tokens of this prompt that need not be computed, less with every prompt ahead of it: a
+    beginning that many requests share would draw all of them to the worker that had it first, and
+    the others would never learn it."""
+    ahead = max(snapshot.books.prompts, snapshot.load.waiting_requests)
+    return snapshot.cached_tokens / (1 + ahead)
 
 
 def filled_decode(snapshot: WorkerSnapshot, need: Need) -> float:

@@ -163,7 +163,7 @@ def closing_line(answer: Answer) -> str:
         f"{answer.tokens_per_s:.1f} tokens/s",
         f"acceptance length {answer.acceptance_length:.2f}",
     ]
-    if answer.finish.HasField("hand_off"):
+    if hand_off.bytes:
         moved = f"{hand_off.bytes / 1024:.0f} KiB KV moved"
         parts.append(f"{moved} over {hand_off.transport or 'an unknown transport'}")
     else:

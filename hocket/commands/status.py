@@ -163,6 +163,7 @@ def tables(
         *_reasons(status),
         Text(),
         _workers(status.workers),
+        *_kept_out(status.workers),
         Text(),
         _figures(gateway, before.gateway if before is not None else None),
     ]
@@ -245,6 +246,14 @@ def _workers(workers: Sequence[cluster.WorkerStatus]) -> Table:
     return table
 
 
+def _kept_out(workers: Sequence[cluster.WorkerStatus]) -> Iterator[Text]:
+    """Why workers that are there get no requests."""
+    for status in workers:
+        if status.kept_out and status.is_connected:
+            text = f"{status.worker.worker_id} gets no requests: it {status.kept_out}"
+            yield Text(text, style="red")
+
+
 def _tokens_per_step(load: Load) -> str:
     """Since the worker's start: its acceptance length; prefill workers have none."""
     batch = load.decode_batch_sum
@@ -256,6 +265,8 @@ def _state(status: cluster.WorkerStatus) -> str:
         return "not reachable"
     if status.worker.is_draining:
         return "draining"
+    if status.kept_out:
+        return "kept out"
     return "ready" if status.is_listed else "not registered"
 
 
@@ -285,9 +296,31 @@ def figures_between(
         "between tokens": _mean(now.inter_token, before.inter_token),
         "hand-off": _mean(now.hand_off, before.hand_off),
         "KV moved": ", ".join(f"{_bytes(n)} over {t or '?'}" for t, n in moved.items()) or "none",
-        "prompt tokens": f"{now.prompt_tokens - before.prompt_tokens:,}",
+        "prompt tokens": _prompt_tokens(now, before),
         "output tokens": f"{tokens:,}" + (f", {tokens / seconds:.1f}/s" if seconds > 0 else ""),
         **_draft_figures(now.drafts, before.drafts),
+        **_troubles(now, before),
+    }
+
+
+def _prompt_tokens(now: cluster.GatewayStatus, before: cluster.GatewayStatus) -> str:
+    tokens = now.prompt_tokens - before.prompt_tokens
+    cached = now.cached_tokens - before.cached_tokens
+    return f"{tokens:,}" + (f", {100 * cached / tokens:.0f} % of them cached" if cached else "")
+
+
+def _troubles(now: cluster.GatewayStatus, before: cluster.GatewayStatus) -> dict[str, str]:
+    """What was served although something went wrong; docs/metrics.md says what it means. A line
+    for what has happened since the gateway's start."""
+    names = {
+        "recomputed_requests": "prompts computed twice",
+        "broken_prefix_promises": "cache promises broken",
+        "migrations": "outputs moved to another worker",
+    }
+    return {
+        words: f"{getattr(now, field) - getattr(before, field):,}"
+        for field, words in names.items()
+        if getattr(now, field)
     }
 
 

@@ -52,7 +52,8 @@ def channel_options(message_bytes: int = INTERNAL_MESSAGE_BYTES) -> list[tuple[s
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also the least time that one attempt to connect gets; a refused one is tried again sooner.
+        ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
 

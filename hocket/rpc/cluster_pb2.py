@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from hocket.rpc import worker_pb2 as hocket_dot_rpc_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hocket/rpc/cluster.proto\x12\thocket.v1\x1a\x17hocket/rpc/worker.proto\"\x12\n\x10GetStatusRequest\"\xe8\x01\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x07gateway\x18\x02 \x01(\x0b\x32\x18.hocket.v1.GatewayStatus\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.hocket.v1.WorkerStatus\x12*\n\x05pools\x18\x04 \x01(\x0b\x32\x16.hocket.v1.PoolsStatusH\x00\x88\x01\x01\x12(\n\x07targets\x18\x05 \x01(\x0b\x32\x17.hocket.v1.ScaleTargets\x12\x13\n\x0bstore_fault\x18\x06 \x01(\tB\x08\n\x06_pools\"\x86\x01\n\x0cWorkerStatus\x12\x33\n\x06worker\x18\x01 \x01(\x0b\x32#.hocket.worker.v1.WorkerDescription\x12\x14\n\x0cis_connected\x18\x02 \x01(\x08\x12\x11\n\tis_listed\x18\x03 \x01(\x08\x12\x18\n\x10gateway_requests\x18\x04 \x01(\r\"\x9c\x04\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\x1a\n\x12requests_in_flight\x18\x03 \x01(\r\x12\x17\n\x0frequests_queued\x18\x04 \x01(\r\x12\x38\n\x08requests\x18\x05 \x03(\x0b\x32&.hocket.v1.GatewayStatus.RequestsEntry\x12\'\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x12.hocket.v1.Latency\x12\'\n\x0binter_token\x18\x07 \x01(\x0b\x32\x12.hocket.v1.Latency\x12$\n\x08hand_off\x18\x08 \x01(\x0b\x32\x12.hocket.v1.Latency\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\routput_tokens\x18\n \x01(\x04\x12\x42\n\x0ehand_off_bytes\x18\x0b \x03(\x0b\x32*.hocket.v1.GatewayStatus.HandOffBytesEntry\x12&\n\x06\x64rafts\x18\x0c \x01(\x0b\x32\x16.hocket.v1.DraftStatus\x1a/\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x33\n\x11HandOffBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\'\n\x07Latency\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\r\n\x05sum_s\x18\x02 \x01(\x01\"v\n\x0b\x44raftStatus\x12\x14\n\x0cverify_steps\x18\x01 \x01(\x04\x12\x16\n\x0e\x65mitted_tokens\x18\x02 \x01(\x04\x12\x1b\n\x13\x64rafted_by_position\x18\x03 \x03(\x04\x12\x1c\n\x14\x61\x63\x63\x65pted_by_position\x18\x04 \x03(\x04\"\xa3\x01\n\x0bPoolsStatus\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x15\n\ris_autoscaled\x18\x02 \x01(\x08\x12&\n\x07prefill\x18\x03 \x01(\x0b\x32\x15.hocket.v1.PoolStatus\x12%\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x15.hocket.v1.PoolStatus\x12\x0f\n\x07reasons\x18\x05 \x03(\t\x12\x0e\n\x06unix_s\x18\x06 \x01(\x01\"M\n\nPoolStatus\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\r\"5\n\x08PoolSize\x12\x11\n\x07workers\x18\x01 \x01(\rH\x00\x12\x0e\n\x04\x61uto\x18\x02 \x01(\x08H\x00\x42\x06\n\x04size\"~\n\x0cScaleTargets\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.hocket.v1.PoolTargetH\x00\x88\x01\x01\x12*\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.hocket.v1.PoolTargetH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\">\n\nPoolTarget\x12!\n\x04size\x18\x01 \x01(\x0b\x32\x13.hocket.v1.PoolSize\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\"z\n\x0cScaleRequest\x12)\n\x07prefill\x18\x01 \x01(\x0b\x32\x13.hocket.v1.PoolSizeH\x00\x88\x01\x01\x12(\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x13.hocket.v1.PoolSizeH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"9\n\rScaleResponse\x12(\n\x07targets\x18\x01 \x01(\x0b\x32\x17.hocket.v1.ScaleTargets2\x89\x01\n\x07\x43luster\x12\x42\n\tGetStatus\x12\x1b.hocket.v1.GetStatusRequest\x1a\x18.hocket.v1.ClusterStatus\x12:\n\x05Scale\x12\x17.hocket.v1.ScaleRequest\x1a\x18.hocket.v1.ScaleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hocket/rpc/cluster.proto\x12\thocket.v1\x1a\x17hocket/rpc/worker.proto\"\x12\n\x10GetStatusRequest\"\xe8\x01\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x07gateway\x18\x02 \x01(\x0b\x32\x18.hocket.v1.GatewayStatus\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.hocket.v1.WorkerStatus\x12*\n\x05pools\x18\x04 \x01(\x0b\x32\x16.hocket.v1.PoolsStatusH\x00\x88\x01\x01\x12(\n\x07targets\x18\x05 \x01(\x0b\x32\x17.hocket.v1.ScaleTargets\x12\x13\n\x0bstore_fault\x18\x06 \x01(\tB\x08\n\x06_pools\"\x98\x01\n\x0cWorkerStatus\x12\x33\n\x06worker\x18\x01 \x01(\x0b\x32#.hocket.worker.v1.WorkerDescription\x12\x14\n\x0cis_connected\x18\x02 \x01(\x08\x12\x11\n\tis_listed\x18\x03 \x01(\x08\x12\x18\n\x10gateway_requests\x18\x04 \x01(\r\x12\x10\n\x08kept_out\x18\x05 \x01(\t\"\x84\x05\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\x1a\n\x12requests_in_flight\x18\x03 \x01(\r\x12\x17\n\x0frequests_queued\x18\x04 \x01(\r\x12\x38\n\x08requests\x18\x05 \x03(\x0b\x32&.hocket.v1.GatewayStatus.RequestsEntry\x12\'\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x12.hocket.v1.Latency\x12\'\n\x0binter_token\x18\x07 \x01(\x0b\x32\x12.hocket.v1.Latency\x12$\n\x08hand_off\x18\x08 \x01(\x0b\x32\x12.hocket.v1.Latency\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\routput_tokens\x18\n \x01(\x04\x12\x42\n\x0ehand_off_bytes\x18\x0b \x03(\x0b\x32*.hocket.v1.GatewayStatus.HandOffBytesEntry\x12&\n\x06\x64rafts\x18\x0c \x01(\x0b\x32\x16.hocket.v1.DraftStatus\x12\x15\n\rcached_tokens\x18\r \x01(\x04\x12\x1b\n\x13recomputed_requests\x18\x0e \x01(\x04\x12\x1e\n\x16\x62roken_prefix_promises\x18\x0f \x01(\x04\x12\x12\n\nmigrations\x18\x10 \x01(\x04\x1a/\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x33\n\x11HandOffBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\'\n\x07Latency\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\r\n\x05sum_s\x18\x02 \x01(\x01\"v\n\x0b\x44raftStatus\x12\x14\n\x0cverify_steps\x18\x01 \x01(\x04\x12\x16\n\x0e\x65mitted_tokens\x18\x02 \x01(\x04\x12\x1b\n\x13\x64rafted_by_position\x18\x03 \x03(\x04\x12\x1c\n\x14\x61\x63\x63\x65pted_by_position\x18\x04 \x03(\x04\"\xa3\x01\n\x0bPoolsStatus\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x15\n\ris_autoscaled\x18\x02 \x01(\x08\x12&\n\x07prefill\x18\x03 \x01(\x0b\x32\x15.hocket.v1.PoolStatus\x12%\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x15.hocket.v1.PoolStatus\x12\x0f\n\x07reasons\x18\x05 \x03(\t\x12\x0e\n\x06unix_s\x18\x06 \x01(\x01\"M\n\nPoolStatus\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\r\"5\n\x08PoolSize\x12\x11\n\x07workers\x18\x01 \x01(\rH\x00\x12\x0e\n\x04\x61uto\x18\x02 \x01(\x08H\x00\x42\x06\n\x04size\"~\n\x0cScaleTargets\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.hocket.v1.PoolTargetH\x00\x88\x01\x01\x12*\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.hocket.v1.PoolTargetH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\">\n\nPoolTarget\x12!\n\x04size\x18\x01 \x01(\x0b\x32\x13.hocket.v1.PoolSize\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\"z\n\x0cScaleRequest\x12)\n\x07prefill\x18\x01 \x01(\x0b\x32\x13.hocket.v1.PoolSizeH\x00\x88\x01\x01\x12(\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x13.hocket.v1.PoolSizeH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"9\n\rScaleResponse\x12(\n\x07targets\x18\x01 \x01(\x0b\x32\x17.hocket.v1.ScaleTargets2\x89\x01\n\x07\x43luster\x12\x42\n\tGetStatus\x12\x1b.hocket.v1.GetStatusRequest\x1a\x18.hocket.v1.ClusterStatus\x12:\n\x05Scale\x12\x17.hocket.v1.ScaleRequest\x1a\x18.hocket.v1.ScaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLUSTERSTATUS']._serialized_start=85
   _globals['_CLUSTERSTATUS']._serialized_end=317
   _globals['_WORKERSTATUS']._serialized_start=320
-  _globals['_WORKERSTATUS']._serialized_end=454
-  _globals['_GATEWAYSTATUS']._serialized_start=457
-  _globals['_GATEWAYSTATUS']._serialized_end=997
-  _globals['_GATEWAYSTATUS_REQUESTSENTRY']._serialized_start=897
-  _globals['_GATEWAYSTATUS_REQUESTSENTRY']._serialized_end=944
-  _globals['_GATEWAYSTATUS_HANDOFFBYTESENTRY']._serialized_start=946
-  _globals['_GATEWAYSTATUS_HANDOFFBYTESENTRY']._serialized_end=997
-  _globals['_LATENCY']._serialized_start=999
-  _globals['_LATENCY']._serialized_end=1038
-  _globals['_DRAFTSTATUS']._serialized_start=1040
-  _globals['_DRAFTSTATUS']._serialized_end=1158
-  _globals['_POOLSSTATUS']._serialized_start=1161
-  _globals['_POOLSSTATUS']._serialized_end=1324
-  _globals['_POOLSTATUS']._serialized_start=1326
-  _globals['_POOLSTATUS']._serialized_end=1403
-  _globals['_POOLSIZE']._serialized_start=1405
-  _globals['_POOLSIZE']._serialized_end=1458
-  _globals['_SCALETARGETS']._serialized_start=1460
-  _globals['_SCALETARGETS']._serialized_end=1586
-  _globals['_POOLTARGET']._serialized_start=1588
-  _globals['_POOLTARGET']._serialized_end=1650
-  _globals['_SCALEREQUEST']._serialized_start=1652
-  _globals['_SCALEREQUEST']._serialized_end=1774
-  _globals['_SCALERESPONSE']._serialized_start=1776
-  _globals['_SCALERESPONSE']._serialized_end=1833
-  _globals['_CLUSTER']._serialized_start=1836
-  _globals['_CLUSTER']._serialized_end=1973
+  _globals['_WORKERSTATUS']._serialized_end=472
+  _globals['_GATEWAYSTATUS']._serialized_start=475
+  _globals['_GATEWAYSTATUS']._serialized_end=1119
+  _globals['_GATEWAYSTATUS_REQUESTSENTRY']._serialized_start=1019
+  _globals['_GATEWAYSTATUS_REQUESTSENTRY']._serialized_end=1066
+  _globals['_GATEWAYSTATUS_HANDOFFBYTESENTRY']._serialized_start=1068
+  _globals['_GATEWAYSTATUS_HANDOFFBYTESENTRY']._serialized_end=1119
+  _globals['_LATENCY']._serialized_start=1121
+  _globals['_LATENCY']._serialized_end=1160
+  _globals['_DRAFTSTATUS']._serialized_start=1162
+  _globals['_DRAFTSTATUS']._serialized_end=1280
+  _globals['_POOLSSTATUS']._serialized_start=1283
+  _globals['_POOLSSTATUS']._serialized_end=1446
+  _globals['_POOLSTATUS']._serialized_start=1448
+  _globals['_POOLSTATUS']._serialized_end=1525
+  _globals['_POOLSIZE']._serialized_start=1527
+  _globals['_POOLSIZE']._serialized_end=1580
+  _globals['_SCALETARGETS']._serialized_start=1582
+  _globals['_SCALETARGETS']._serialized_end=1708
+  _globals['_POOLTARGET']._serialized_start=1710
+  _globals['_POOLTARGET']._serialized_end=1772
+  _globals['_SCALEREQUEST']._serialized_start=1774
+  _globals['_SCALEREQUEST']._serialized_end=1896
+  _globals['_SCALERESPONSE']._serialized_start=1898
+  _globals['_SCALERESPONSE']._serialized_end=1955
+  _globals['_CLUSTER']._serialized_start=1958
+  _globals['_CLUSTER']._serialized_end=2095
 # @@protoc_insertion_point(module_scope)

@@ -28,19 +28,21 @@ class ClusterStatus(_message.Message):
     def __init__(self, model: _Optional[str] = ..., gateway: _Optional[_Union[GatewayStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pools: _Optional[_Union[PoolsStatus, _Mapping]] = ..., targets: _Optional[_Union[ScaleTargets, _Mapping]] = ..., store_fault: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "is_connected", "is_listed", "gateway_requests")
+    __slots__ = ("worker", "is_connected", "is_listed", "gateway_requests", "kept_out")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     IS_LISTED_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_OUT_FIELD_NUMBER: _ClassVar[int]
     worker: _worker_pb2.WorkerDescription
     is_connected: bool
     is_listed: bool
     gateway_requests: int
-    def __init__(self, worker: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ..., is_connected: _Optional[bool] = ..., is_listed: _Optional[bool] = ..., gateway_requests: _Optional[int] = ...) -> None: ...
+    kept_out: str
+    def __init__(self, worker: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ..., is_connected: _Optional[bool] = ..., is_listed: _Optional[bool] = ..., gateway_requests: _Optional[int] = ..., kept_out: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "uptime_s", "requests_in_flight", "requests_queued", "requests", "first_token", "inter_token", "hand_off", "prompt_tokens", "output_tokens", "hand_off_bytes", "drafts")
+    __slots__ = ("gateway_id", "uptime_s", "requests_in_flight", "requests_queued", "requests", "first_token", "inter_token", "hand_off", "prompt_tokens", "output_tokens", "hand_off_bytes", "drafts", "cached_tokens", "recomputed_requests", "broken_prefix_promises", "migrations")
     class RequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +69,10 @@ class GatewayStatus(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_PREFIX_PROMISES_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     uptime_s: float
     requests_in_flight: int
@@ -79,7 +85,11 @@ class GatewayStatus(_message.Message):
     output_tokens: int
     hand_off_bytes: _containers.ScalarMap[str, int]
     drafts: DraftStatus
-    def __init__(self, gateway_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., requests_in_flight: _Optional[int] = ..., requests_queued: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., first_token: _Optional[_Union[Latency, _Mapping]] = ..., inter_token: _Optional[_Union[Latency, _Mapping]] = ..., hand_off: _Optional[_Union[Latency, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., hand_off_bytes: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[DraftStatus, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    recomputed_requests: int
+    broken_prefix_promises: int
+    migrations: int
+    def __init__(self, gateway_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., requests_in_flight: _Optional[int] = ..., requests_queued: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., first_token: _Optional[_Union[Latency, _Mapping]] = ..., inter_token: _Optional[_Union[Latency, _Mapping]] = ..., hand_off: _Optional[_Union[Latency, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., hand_off_bytes: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[DraftStatus, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., recomputed_requests: _Optional[int] = ..., broken_prefix_promises: _Optional[int] = ..., migrations: _Optional[int] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("count", "sum_s")

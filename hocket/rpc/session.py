@@ -5,8 +5,8 @@ body of `Worker.Session` in both worker servers; it hands whole requests to the 
 what the engine publishes back to the session that started each request. What is published while a
 batch is on its way goes into the next one, all of it. Batches are numbered and kept until
 acknowledged, so that a stream that broke can be opened again within a grace time and go on where it
-stopped. A session that does not come back, or falls too far behind, is expired: its requests are
-cancelled.
+stopped. A session that does not come back, falls too far behind, or was given up by its gateway,
+which then opens another, is expired: its requests are cancelled.
 
 Everything here runs on the event loop; nothing awaits the engine.
 """
@@ -18,7 +18,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -33,8 +33,17 @@ from hocket.rpc.convert import (
     start_from_message,
     unpack_tokens,
 )
+from hocket.rpc.session_state import PartialStart, SessionState
 from hocket.rpc.status import failed_from_error
-from hocket.types import Event, Failed, Finished, Load, RequestKey, StartRequest
+from hocket.types import (
+    PROTOCOL_VERSION,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    RequestKey,
+    StartRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,51 +79,6 @@ class SessionLimits:
     crowded_s: float = 0.1
 
 
-@dataclass(slots=True)
-class _PartialStart:
-    """A Start whose pieces are still coming."""
-
-    start: worker.Start
-    token_ids: array[int]
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """One gateway's session. `unsent`: in no batch yet. `kept`: batches that were sent and are not
-    acknowledged; `again`: those of them that this stream must still repeat."""
-
-    session_id: str
-    received_commands: int = 0
-    last_batch: int = 0
-    unsent: list[worker.Event] = field(default_factory=list[worker.Event])
-    kept: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
-    again: deque[worker.SessionEvents] = field(default_factory=deque[worker.SessionEvents])
-    num_kept_events: int = 0
-    crowded_until_s: float = 0.0
-    keys: set[RequestKey] = field(default_factory=set[RequestKey])
-    partial: dict[RequestKey, _PartialStart] = field(
-        default_factory=dict[RequestKey, _PartialStart]
-    )
-    has_unsent: asyncio.Event = field(default_factory=asyncio.Event)
-    # The stream that serves the session now; a later one takes it over.
-    stream: object | None = None
-    expiry: asyncio.TimerHandle | None = None
-    is_expired: bool = False
-
-    @property
-    def num_behind(self) -> int:
-        """Events that the gateway has not acknowledged."""
-        return self.num_kept_events + len(self.unsent)
-
-    def acknowledge(self, batch: int) -> None:
-        while self.kept and self.kept[0].sequence <= batch:
-            self.num_kept_events -= len(self.kept.popleft().events)
-
-    def keep(self, batch: worker.SessionEvents) -> None:
-        self.kept.append(batch)
-        self.num_kept_events += len(batch.events)
-
-
 class SessionServer:
     """All sessions of one worker."""
 
@@ -126,8 +90,8 @@ class SessionServer:
         self._limits = limits or SessionLimits()
         self._loop = asyncio.get_running_loop()
         self._load = Load()
-        self._sessions: dict[str, _Session] = {}
-        self._owners: dict[RequestKey, _Session] = {}
+        self._sessions: dict[str, SessionState] = {}
+        self._owners: dict[RequestKey, SessionState] = {}
 
     @property
     def num_sessions(self) -> int:
@@ -152,7 +116,7 @@ class SessionServer:
         more (cancelled, session expired) are dropped.
         """
         self._load = load
-        batches: dict[_Session, list[worker.Event]] = {}
+        batches: dict[SessionState, list[worker.Event]] = {}
         for event in events:
             session = self._owners.get(event.key)
             if session is None:
@@ -177,6 +141,12 @@ class SessionServer:
         if first is None or first.WhichOneof("command") != "open":
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a Session begins with OpenSession"
+            )
+        version = first.open.protocol_version
+        if abs(version - PROTOCOL_VERSION) > 1:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the gateway speaks protocol {version}, the worker {PROTOCOL_VERSION}",
             )
         session = self._session(first.open)
         if session is None:
@@ -207,7 +177,7 @@ class SessionServer:
     # -- one stream
 
     async def _read(
-        self, session: _Session, commands: AsyncIterator[worker.SessionCommand]
+        self, session: SessionState, commands: AsyncIterator[worker.SessionCommand]
     ) -> None:
         try:
             async for message in commands:
@@ -218,7 +188,7 @@ class SessionServer:
 
     async def _write(
         self,
-        session: _Session,
+        session: SessionState,
         stream: object,
         reader: asyncio.Task[None],
         context: grpc.aio.ServicerContext[Any, Any],
@@ -237,16 +207,21 @@ class SessionServer:
             except TimeoutError:
                 await context.write(self._pulse(session))
 
-    def _session(self, opening: worker.OpenSession) -> _Session | None:
+    def _session(self, opening: worker.OpenSession) -> SessionState | None:
         """The session to serve: a known one, or a new one; None when it can't be resumed."""
         session = self._sessions.get(opening.session_id)
         if session is not None or opening.received_events > 0:
             return session
-        session = _Session(opening.session_id)
+        for other in self._of_gateway(opening.gateway_id):
+            # Its gateway has given it up. One that a stream still serves may be the later one, if
+            # this opening was long on its way.
+            if other.stream is None:
+                self._expire(other)
+        session = SessionState(opening.session_id, opening.gateway_id)
         self._sessions[session.session_id] = session
         return session
 
-    def _attach(self, session: _Session, received_events: int) -> object:
+    def _attach(self, session: SessionState, received_events: int) -> object:
         if session.expiry is not None:
             session.expiry.cancel()
             session.expiry = None
@@ -256,13 +231,21 @@ class SessionServer:
         session.has_unsent.set()
         return stream
 
-    def _detach(self, session: _Session, stream: object) -> None:
+    def _detach(self, session: SessionState, stream: object) -> None:
         if session.stream is not stream or session.is_expired:
             return
         session.stream = None
+        is_given_up = session is not self._of_gateway(session.gateway_id)[-1]
+        if is_given_up or session.received_commands == 0:
+            self._expire(session)
+            return
         session.expiry = self._loop.call_later(self._limits.grace_s, self._expire, session)
 
-    def _expire(self, session: _Session) -> None:
+    def _of_gateway(self, gateway_id: str) -> list[SessionState]:
+        """The sessions of one gateway, in the order in which they were opened. It uses one."""
+        return [s for s in self._sessions.values() if s.gateway_id == gateway_id]
+
+    def _expire(self, session: SessionState) -> None:
         session.is_expired = True
         self._sessions.pop(session.session_id, None)
         if session.expiry is not None:
@@ -274,7 +257,7 @@ class SessionServer:
 
     # -- commands
 
-    def _take(self, session: _Session, command: worker.SessionCommand) -> None:
+    def _take(self, session: SessionState, command: worker.SessionCommand) -> None:
         kind = command.WhichOneof("command")
         if kind == "acknowledge":
             session.acknowledge(command.acknowledge.received_events)
@@ -296,7 +279,7 @@ class SessionServer:
             case _:
                 raise ValueError(f"command {command.sequence} of unexpected kind {kind}")
 
-    def _take_start(self, session: _Session, start: worker.Start) -> None:
+    def _take_start(self, session: SessionState, start: worker.Start) -> None:
         key = key_from_message(start.key)
         if key in self._owners:
             self._engine.cancel(key)
@@ -307,10 +290,10 @@ class SessionServer:
         if len(session.keys) > 1:
             session.crowded_until_s = self._loop.time() + self._limits.crowded_s
         token_ids = array("I", unpack_tokens(start.token_ids))
-        session.partial[key] = _PartialStart(start, token_ids)
+        session.partial[key] = PartialStart(start, token_ids)
         self._submit_when_whole(session, key)
 
-    def _take_piece(self, session: _Session, piece: worker.StartPiece) -> None:
+    def _take_piece(self, session: SessionState, piece: worker.StartPiece) -> None:
         key = key_from_message(piece.key)
         partial = session.partial.get(key)
         if partial is None:
@@ -322,7 +305,7 @@ class SessionServer:
         partial.token_ids.extend(unpack_tokens(piece.token_ids))
         self._submit_when_whole(session, key)
 
-    def _submit_when_whole(self, session: _Session, key: RequestKey) -> None:
+    def _submit_when_whole(self, session: SessionState, key: RequestKey) -> None:
         partial = session.partial[key]
         if len(partial.token_ids) < partial.start.prompt_tokens:
             return
@@ -336,7 +319,7 @@ class SessionServer:
             logger.exception("request %s could not be submitted", key, extra=about(key))
             self._fail(key, InternalError(f"submit failed: {error!r}", key=key))
 
-    def _cancel(self, session: _Session, key: RequestKey) -> None:
+    def _cancel(self, session: SessionState, key: RequestKey) -> None:
         session.partial.pop(key, None)
         self._forget(key)
         self._engine.cancel(key)
@@ -352,7 +335,7 @@ class SessionServer:
 
     # -- batches
 
-    def _next_batch(self, session: _Session) -> worker.SessionEvents | None:
+    def _next_batch(self, session: SessionState) -> worker.SessionEvents | None:
         """What to send next: first what the gateway missed, then all that is new."""
         if session.again:
             return session.again.popleft()
@@ -365,11 +348,11 @@ class SessionServer:
         session.keep(batch)
         return batch
 
-    def _pulse(self, session: _Session) -> worker.SessionEvents:
+    def _pulse(self, session: SessionState) -> worker.SessionEvents:
         return self._batch(session, 0, [])
 
     def _batch(
-        self, session: _Session, sequence: int, events: list[worker.Event]
+        self, session: SessionState, sequence: int, events: list[worker.Event]
     ) -> worker.SessionEvents:
         return worker.SessionEvents(
             sequence=sequence,

@@ -2,10 +2,10 @@
 
 `start` sends a request and names a sink; every event of that request goes to its sink, ending with
 Finished or Failed. The stream is read without pause: a slow client of the gateway never holds up
-others. A broken stream is opened again and resumed within `reconnect_s`; when that fails, or the
-worker has restarted meanwhile, every request on it gets a Failed event (WorkerUnavailable) at once
-and later ones are refused at once until the worker is back. The other end is
-`hocket.rpc.session.SessionServer`.
+others. A broken stream is opened again and resumed within `reconnect_s`; when that fails, when
+nobody listens there any more, or the worker has restarted meanwhile, every request on it gets a
+Failed event (WorkerUnavailable) at once and later ones are refused at once until the worker is
+back. The other end is `hocket.rpc.session.SessionServer`.
 """
 
 # gRPC's own types are incomplete.
@@ -34,11 +34,18 @@ from hocket.rpc.convert import (
     start_to_messages,
 )
 from hocket.rpc.status import failed_from_error
-from hocket.types import Event, Failed, Finished, Load, RequestKey, StartRequest
+from hocket.types import (
+    PROTOCOL_VERSION,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    RequestKey,
+    StartRequest,
+)
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 # A message of commands takes no more once it has reached this: a cancel never waits for long.
 BATCH_BYTES = 16 << 10
 # What `read` returns at the end of a stream; gRPC's own types leave it out.
@@ -51,10 +58,12 @@ EventSink = Callable[[Event], None]
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     """reconnect_s: how long a broken stream may take to come back before its requests fail.
+    refused_s: the same where every connection is refused: a worker listens as long as it lives.
     silence_s: a stream without even a pulse for this long counts as broken. retry_s: pause between
     tries. piece_tokens: prompt tokens in one message. acknowledge_every: batches."""
 
     reconnect_s: float = 2.0
+    refused_s: float = 0.5
     silence_s: float = 10.0
     retry_s: float = 0.2
     piece_tokens: int = 16_384
@@ -88,6 +97,9 @@ class SessionClient:
         self._is_connected = False
         self._down_since_s = self._loop.time()
         self._is_lost = False
+        self._is_closed = False
+        self._is_doubted = False
+        self._refused_since_s: float | None = None
         self._has_unsent = asyncio.Event()
         self._begin_session()
         self._task = asyncio.create_task(self._run())
@@ -114,8 +126,9 @@ class SessionClient:
 
         Never raises for a worker that is away: that is a Failed event too.
         """
-        if self._is_lost:
-            sink(failed_from_error(request.key, self._unavailable("is not reachable")))
+        if self._is_lost or self._is_closed:
+            why = "is no longer used by this gateway" if self._is_closed else "is not reachable"
+            sink(failed_from_error(request.key, self._unavailable(why)))
             return
         assert request.key not in self._sinks, f"{request.key} was started twice"
         self._sinks[request.key] = sink
@@ -135,8 +148,14 @@ class SessionClient:
         self._urgent.append(worker.SessionCommand(cancel=worker.Cancel(key=key_to_message(key))))
         self._has_unsent.set()
 
+    def doubt(self) -> None:
+        """The directory says that this life of the worker is over. What runs may end, but a
+        connection that is refused is not tried again."""
+        self._is_doubted = True
+
     async def close(self) -> None:
         """Cancels what still runs (sinks get Failed), sends that if it can, and ends the stream."""
+        self._is_closed = True
         for key in list(self._sinks):
             sink = self._sinks[key]
             self.cancel(key)
@@ -175,11 +194,20 @@ class SessionClient:
             except Exception:
                 logger.exception("worker %s sent what cannot be read", self.address)
                 self._lose("sent what cannot be read")
-            down_s = self._loop.time() - self._down_since_s
-            if down_s >= self._settings.reconnect_s and not self._is_lost:
-                self._lose(f"was not reachable for {down_s:.1f} s")
+            if not self._is_lost and (why := self._why_hopeless()):
+                self._lose(why)
                 self._is_lost = True
             await asyncio.sleep(self._settings.retry_s)
+
+    def _why_hopeless(self) -> str:
+        """Why the session will not come back, in words; "" while it may."""
+        now_s, settings = self._loop.time(), self._settings
+        down_s = now_s - self._down_since_s
+        if self._refused_since_s is not None:
+            refused_s = now_s - self._refused_since_s
+            if self._is_doubted or refused_s >= min(settings.refused_s, settings.reconnect_s):
+                return "has ended: nobody listens there any more"
+        return f"was not reachable for {down_s:.1f} s" if down_s >= settings.reconnect_s else ""
 
     async def _serve_stream(self) -> None:
         """One stream from its opening to its end, which is always an exception or a plain end."""
@@ -225,12 +253,18 @@ class SessionClient:
             raise _SessionLostError("has forgotten the session")
         self._epoch = greeting.worker_epoch
         self._is_connected, self._is_lost = True, False
+        self._is_doubted, self._refused_since_s = False, None
         self._take(greeting)
         self._again = deque(self._unacknowledged)
 
     def _note_break(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
+        is_rpc = isinstance(error, grpc.aio.AioRpcError)
+        reason = error.details() or "" if is_rpc else "silence"
+        if "Connection refused" not in reason:
+            self._refused_since_s = None
+        elif self._refused_since_s is None:
+            self._refused_since_s = self._loop.time()
         if not self._is_lost:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "silence"
             logger.info("Session with %s broke: %s", self.address, reason)
 
     def _lose(self, why: str) -> None:

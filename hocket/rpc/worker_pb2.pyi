@@ -45,7 +45,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "group", "rank", "group_size", "fingerprint", "protocol_version", "model", "num_blocks", "block_tokens", "max_context_tokens", "max_prompt_tokens", "max_draft_tokens", "load", "is_draining", "transport", "has_mtp", "block_bytes", "address", "metrics_address")
+    __slots__ = ("worker_id", "epoch", "role", "group", "rank", "group_size", "fingerprint", "protocol_version", "model", "num_blocks", "block_tokens", "max_context_tokens", "max_prompt_tokens", "max_draft_tokens", "load", "is_draining", "transport", "has_mtp", "block_bytes", "address", "metrics_address", "has_prefix_cache")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class WorkerDescription(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HAS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: Role
@@ -88,7 +89,8 @@ class WorkerDescription(_message.Message):
     block_bytes: int
     address: str
     metrics_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., group_size: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: _Optional[bool] = ..., transport: _Optional[str] = ..., has_mtp: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    has_prefix_cache: bool
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., group_size: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: _Optional[bool] = ..., transport: _Optional[str] = ..., has_mtp: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., has_prefix_cache: _Optional[bool] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("weights", "kv_layout", "block_tokens", "dtype", "numerics")
@@ -279,16 +281,18 @@ class Begun(_message.Message):
     def __init__(self, export: _Optional[_Union[ExportHandle, _Mapping]] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("imported_bytes", "transport", "cached_tokens", "recomputed")
+    __slots__ = ("imported_bytes", "transport", "cached_tokens", "recomputed", "recompute_reason")
     IMPORTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_REASON_FIELD_NUMBER: _ClassVar[int]
     imported_bytes: int
     transport: str
     cached_tokens: int
     recomputed: bool
-    def __init__(self, imported_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., recomputed: _Optional[bool] = ...) -> None: ...
+    recompute_reason: str
+    def __init__(self, imported_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., recomputed: _Optional[bool] = ..., recompute_reason: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("output_index", "token_ids", "logprobs", "step")

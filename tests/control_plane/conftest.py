@@ -16,6 +16,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from control_plane.gateway import Gateway, GatewayOptions
+from control_plane.router.proofs import WAITS
+from control_plane.router.snapshot import Books, WorkerSnapshot
 from hocket.errors import HocketError
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient, server_options
@@ -100,7 +102,8 @@ class ScriptedEngine:
 
     `step_tokens`: tokens per decode step, as accepted drafts would give. `stall_at`: output index
     before which it waits for `resume` (decode at 0 has not joined yet). `fails_with`: what every
-    request ends with, at once.
+    request ends with, at once. Neither holds for canaries, which have `canary_fails_with`.
+    `joins_with`: fields of what decode tells when it joins. `cached_tokens`: in its usage.
     """
 
     worker: WorkerDescription
@@ -108,8 +111,11 @@ class ScriptedEngine:
     step_tokens: int = 1
     stall_at: int | None = None
     fails_with: HocketError | None = None
+    canary_fails_with: HocketError | None = None
     submitted: list[StartRequest] = field(default_factory=list)
     cancelled: list[RequestKey] = field(default_factory=list)
+    joins_with: dict[str, Any] = field(default_factory=dict)
+    cached_tokens: int = 2
     running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     sessions: SessionServer = None  # type: ignore[assignment]
@@ -117,8 +123,9 @@ class ScriptedEngine:
 
     def submit(self, request: StartRequest) -> None:
         self.submitted.append(request)
-        if self.fails_with is not None:
-            raise self.fails_with
+        fault = self.canary_fails_with if is_canary(request.key) else self.fails_with
+        if fault is not None:
+            raise fault
         run = self.prefill if request.leg is Leg.PREFILL else self.decode
         task = asyncio.get_running_loop().create_task(run(request))
         self.running[request.key] = task
@@ -138,21 +145,23 @@ class ScriptedEngine:
             self.worker.worker_id, self.worker.epoch, self.worker.address, 0, 1, FINGERPRINT, 1
         )
         self.publish(Begun(request.key, handle))
-        if self.stall_at == 0:
-            await self.resume.wait()
+        first = request.generated_tokens
+        await self.stall(request, 0)
         await asyncio.sleep(0)
-        reason = self.reason(request, 0)
-        usage = Usage(prompt_tokens=len(request.token_ids), cached_tokens=2)
-        self.publish(self.tokens(request, 0, 1), Finished(request.key, reason, usage))
+        reason = self.reason(request, first)
+        usage = Usage(
+            prompt_tokens=len(request.token_ids) - first, cached_tokens=self.cached_tokens
+        )
+        self.publish(self.tokens(request, first, 1), Finished(request.key, reason, usage))
 
     async def decode(self, request: StartRequest) -> None:
-        if self.stall_at == 0:
-            await self.resume.wait()
-        self.publish(Joined(request.key, 4096, "memory"), self.tokens(request, 0, 1))
-        index, reason = 1, self.reason(request, 0)
+        await self.stall(request, 0)
+        joined = replace(Joined(request.key, 4096, "memory"), **self.joins_with)
+        first = request.generated_tokens
+        self.publish(joined, self.tokens(request, first, 1))
+        index, reason = first + 1, self.reason(request, first)
         while reason is None:
-            if self.stall_at is not None and index >= self.stall_at:
-                await self.resume.wait()
+            await self.stall(request, index)
             await asyncio.sleep(0)
             count = 1
             while (reason := self.reason(request, index + count - 1)) is None:
@@ -162,15 +171,21 @@ class ScriptedEngine:
             step = VerifyStep(self.step_tokens - 1, count - 1)
             events: list[Event] = [replace(self.tokens(request, index, count), step=step)]
             if reason is not None:
-                events.append(Finished(request.key, reason, Usage()))
+                events.append(
+                    Finished(request.key, reason, Usage(cached_tokens=self.cached_tokens))
+                )
             self.publish(*events)
             index += count
+
+    async def stall(self, request: StartRequest, index: int) -> None:
+        if self.stall_at is not None and index >= self.stall_at and not is_canary(request.key):
+            await self.resume.wait()
 
     def reason(self, request: StartRequest, index: int) -> FinishReason | None:
         """Whether the output ends with this token."""
         if self.script[index % len(self.script)] in request.stopping.stop_token_ids:
             return FinishReason.STOP
-        is_last = index + 1 >= request.stopping.max_tokens
+        is_last = index + 1 >= request.generated_tokens + request.stopping.max_tokens
         return FinishReason.LENGTH if is_last else None
 
     def tokens(self, request: StartRequest, index: int, count: int) -> Tokens:
@@ -250,6 +265,14 @@ async def start_worker(role: Role, script: list[int], **changes: Any) -> Scripte
     return ScriptedWorker(engine, server)
 
 
+def is_canary(key: RequestKey) -> bool:
+    return key.request_id.startswith("canary.")
+
+
+def _waits(snapshot: WorkerSnapshot) -> bool:
+    return snapshot.kept_out.startswith(WAITS) and not snapshot.worker.is_draining
+
+
 @dataclass
 class Serving:
     gateway: Gateway
@@ -264,15 +287,35 @@ class Serving:
     def workers(self) -> list[ScriptedWorker]:
         return [self.prefill, self.decode, *self.added]
 
-    async def add(self, role: Role, **changes: Any) -> ScriptedWorker:
-        """One worker more, with the same script, listed and connected."""
+    async def add(
+        self, role: Role, engine: dict[str, Any] | None = None, **changes: Any
+    ) -> ScriptedWorker:
+        """One worker more, with the same script, listed and connected; its canary has ended."""
         worker = await start_worker(role, self.prefill.engine.script, **changes)
+        for name, value in (engine or {}).items():
+            setattr(worker.engine, name, value)
         self.added.append(worker)
         self.directory.set([w.description for w in self.workers])
-        async with asyncio.timeout(10):
-            while not all(s.is_connected for s in self.gateway.snapshots()):
-                await asyncio.sleep(0.005)
+        await self.settle()
         return worker
+
+    def renew(self, *workers: ScriptedWorker, **changes: Any) -> None:
+        """Lists later lives of these workers, for which nothing is proven."""
+        for worker in workers:
+            before = worker.engine.worker
+            worker.engine.worker = replace(before, epoch=before.epoch + 1, **changes)
+        self.directory.set([w.description for w in self.workers])
+
+    async def settle(self) -> None:
+        """Returns when every worker is connected and its canary has passed or failed; what
+        engines had of canaries is forgotten."""
+        async with asyncio.timeout(10):
+            while any(not s.is_connected or _waits(s) for s in self.gateway.snapshots()):
+                await asyncio.sleep(0.005)
+        for worker in self.workers:
+            engine = worker.engine
+            engine.submitted = [r for r in engine.submitted if not is_canary(r.key)]
+            engine.cancelled = [key for key in engine.cancelled if not is_canary(key)]
 
     async def generate(self, **fields: Any) -> Answer:
         answer = Answer()
@@ -284,10 +327,7 @@ class Serving:
     def is_idle(self) -> bool:
         """Nothing of any request is left anywhere."""
         pool = self.gateway._pool  # the one look behind the door
-        books = all(
-            s.books.requests == s.books.blocks == s.books.prompt_tokens == 0
-            for s in pool.snapshots()
-        )
+        books = all(s.books == Books() for s in pool.snapshots())
         sessions = all(
             w.engine.sessions.num_requests == 0 and not w.engine.running for w in self.workers
         )
@@ -351,9 +391,7 @@ def serving(tokenizer_folder: Path, tokenizer: Tokenizer) -> Any:
         client = GenerationClient(address)
         running = Serving(gateway, client, address, directory, *workers)
         try:
-            async with asyncio.timeout(10):
-                while not all(s.is_connected for s in gateway.snapshots()):
-                    await asyncio.sleep(0.005)
+            await running.settle()
             yield running
         finally:
             await client.close()

@@ -1,4 +1,7 @@
-"""A worker refuses or loses a request early: others begin again, the client sees nothing of it."""
+"""A worker refuses or loses a request early: others begin again, the client sees nothing of it.
+
+What happens to an output that has begun is in `test_migration`.
+"""
 
 from __future__ import annotations
 
@@ -186,21 +189,6 @@ async def test_what_a_dying_worker_has_not_begun_to_answer_is_served_by_another(
         assert (await call).text == TEXT
 
 
-async def test_a_worker_that_dies_after_decode_has_joined_is_the_clients_error(
-    serving: Any, until: Any
-) -> None:
-    async with serving() as s:
-        s.decode.engine.stall_at = 3
-        call = asyncio.create_task(s.generate(text="x"))
-        await until(lambda: bool(s.decode.engine.running))
-        await asyncio.sleep(0.05)
-        await s.add(Role.DECODE)
-        await s.decode.stop()
-        with pytest.raises(WorkerUnavailable, match=s.decode.description.address):
-            await call
-        assert replacements(s, "WORKER_UNAVAILABLE") == 0
-
-
 async def test_what_would_fail_everywhere_is_tried_once(serving: Any) -> None:
     async with serving() as s:
         other = await s.add(Role.PREFILL)
@@ -332,6 +320,8 @@ class HandedSession:
 
     def cancel(self, key: RequestKey) -> None:
         self.cancelled.append(key)
+
+    def doubt(self) -> None: ...
 
     async def close(self) -> None: ...
 

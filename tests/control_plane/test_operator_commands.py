@@ -17,10 +17,12 @@ from hocket.cli import app
 from hocket.commands import status as status_command
 from hocket.commands.scale import Following, parsed
 from hocket.commands.status import figures_between, tables
-from hocket.errors import InvalidRequest, StoreUnavailable
+from hocket.errors import HandOffFailed, InvalidRequest, StoreUnavailable
 from hocket.rpc import cluster_pb2 as cluster
 from hocket.rpc.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
-from hocket.rpc.worker_pb2 import Role, WorkerDescription
+from hocket.rpc.worker_pb2 import Role as RoleMessage
+from hocket.rpc.worker_pb2 import WorkerDescription
+from hocket.types import Role
 from tests.control_plane.operator_door import operator_door
 
 TEXT = " the quick brown fox jumps over the lazy dog"
@@ -107,13 +109,33 @@ async def test_watching_shows_it_again_and_again(
             assert all(json.loads(line)["model"] == "fox" for line in page.getvalue().splitlines())
 
 
+async def test_a_worker_that_gets_no_requests_says_why(serving: Any) -> None:
+    async with serving(TEXT) as s, operator_door(s.gateway) as door:
+        bad = await s.add(Role.DECODE, {"canary_fails_with": HandOffFailed("no way there")})
+        done = await hocket("status", "--address", door.address)
+        (row,) = [x for x in done.stdout.splitlines() if x.startswith(bad.description.worker_id)][
+            :1
+        ]
+        assert "kept out" in row
+        name = bad.description.worker_id
+        assert f"{name} gets no requests: it failed its canary: {name} at" in done.stdout
+        assert "no way there" in done.stdout
+        told = json.loads((await hocket("status", "--json", "--address", door.address)).stdout)
+        kept_out = {w["worker"]["worker_id"]: w["kept_out"] for w in told["workers"]}
+        assert {n for n, why in kept_out.items() if why} == {name}
+
+
 def test_ranks_stand_below_their_group() -> None:
     status = cluster.ClusterStatus(model="m")
     for number in (0, 1):
         worker = WorkerDescription(
             worker_id=f"decode-0.{number}", group="decode-0", rank=number, group_size=2
         )
-        worker.role, worker.load.num_blocks, worker.load.free_blocks = Role.ROLE_DECODE, 100, 63
+        worker.role, worker.load.num_blocks, worker.load.free_blocks = (
+            RoleMessage.ROLE_DECODE,
+            100,
+            63,
+        )
         worker.load.decode_batch_sum, worker.load.emitted_tokens = 50, 124
         status.workers.add(worker=worker, is_connected=True, is_listed=True)
     lines = [line.strip() for line in shown(status).splitlines() if line]
@@ -145,9 +167,9 @@ def a_worker(name: str, role: Any, **fields: Any) -> WorkerDescription:
 @pytest.mark.parametrize(
     ("worker", "words"),
     [
-        (a_worker("prefill-0", Role.ROLE_PREFILL), ["-"]),
-        (a_worker("decode-0", Role.ROLE_DECODE), ["none", "yet"]),
-        (a_worker("decode-0", Role.ROLE_DECODE, transport="cma"), ["cma"]),
+        (a_worker("prefill-0", RoleMessage.ROLE_PREFILL), ["-"]),
+        (a_worker("decode-0", RoleMessage.ROLE_DECODE), ["none", "yet"]),
+        (a_worker("decode-0", RoleMessage.ROLE_DECODE, transport="cma"), ["cma"]),
     ],
 )
 def test_only_a_worker_that_reads_waits_for_a_transport(
@@ -162,7 +184,7 @@ def test_only_a_worker_that_reads_waits_for_a_transport(
 @pytest.mark.parametrize(("unread", "said"), [(1, "1 block unread"), (2, "2 blocks unread")])
 def test_one_block_is_no_blocks(unread: int, said: str) -> None:
     status = cluster.ClusterStatus(model="m")
-    worker = a_worker("prefill-0", Role.ROLE_PREFILL)
+    worker = a_worker("prefill-0", RoleMessage.ROLE_PREFILL)
     worker.load.num_blocks, worker.load.unread_blocks = 10, unread
     status.workers.add(worker=worker)
     assert said in shown(status)
@@ -171,7 +193,7 @@ def test_one_block_is_no_blocks(unread: int, said: str) -> None:
 @pytest.mark.parametrize("width", [40, 80])
 def test_an_address_is_whole_on_any_terminal(width: int) -> None:
     status = cluster.ClusterStatus(model="m")
-    worker = a_worker("decode-10", Role.ROLE_DECODE, transport="rc_mlx5,cuda_ipc")
+    worker = a_worker("decode-10", RoleMessage.ROLE_DECODE, transport="rc_mlx5,cuda_ipc")
     worker.load.num_blocks, worker.load.unread_blocks = 1000, 100
     status.workers.add(worker=worker)
     page = io.StringIO()
@@ -236,6 +258,26 @@ def test_watching_shows_the_time_in_between_beside_the_whole() -> None:
     assert between["survival by position"] == "0.90 0.50"
     assert between["drafts accepted"] == "0.70"
     assert figures_between(now)["time to first token"] == "820.0 ms (mean of 5)"
+
+
+def test_what_went_wrong_unseen_by_clients_is_shown_once_it_has_happened() -> None:
+    before = cluster.GatewayStatus(prompt_tokens=100)
+    now = cluster.GatewayStatus(prompt_tokens=300, cached_tokens=50, recomputed_requests=3)
+    between = figures_between(now, before)
+    assert between["prompt tokens"] == "200, 25 % of them cached"
+    assert between["prompts computed twice"] == "3"
+    assert "cache promises broken" not in between
+    assert figures_between(before)["prompt tokens"] == "100"
+    assert "prompts computed twice" not in figures_between(before)
+
+
+async def test_the_door_tells_what_went_wrong(serving: Any) -> None:
+    async with serving(TEXT) as s, operator_door(s.gateway) as door:
+        s.decode.engine.joins_with = {"recomputed": True, "recompute_reason": "the READ failed"}
+        usage = (await s.generate(text="hello there")).finish.usage
+        gateway = (await door.client.get_status()).gateway
+        assert (gateway.recomputed_requests, gateway.migrations) == (1, 0)
+        assert (gateway.prompt_tokens, gateway.cached_tokens) == (usage.prompt_tokens, 0)
 
 
 def test_nothing_served_is_said_without_dividing_by_nothing() -> None:

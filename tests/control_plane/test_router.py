@@ -14,7 +14,15 @@ from control_plane.router.route import can_serve, choose_pair, choose_whole
 from control_plane.router.snapshot import Books, Need, WorkerSnapshot
 from hocket.errors import InvalidRequest, WorkerUnavailable
 from hocket.rpc.session_client import EventSink
-from hocket.types import Fingerprint, Load, RequestKey, Role, StartRequest, WorkerDescription
+from hocket.types import (
+    PROTOCOL_VERSION,
+    Fingerprint,
+    Load,
+    RequestKey,
+    Role,
+    StartRequest,
+    WorkerDescription,
+)
 
 A = Fingerprint("a", "kv", 64, "bfloat16", "1")
 B = replace(A, weights="b")
@@ -96,7 +104,7 @@ def test_ranks_of_a_group_are_candidates_like_any_other_worker_and_fill_evenly()
     for rotation in range(16):
         workers = [replace(rank, books=held[rank.name]) for rank in ranks]
         _, chosen = names([prefill("p"), *workers], rotation=rotation)
-        held[chosen] = held[chosen].plus(1, 0, 3)
+        held[chosen] = held[chosen].plus(Books(requests=1, blocks=3))
     assert {books.requests for books in held.values()} == {4}
 
 
@@ -134,15 +142,57 @@ def test_only_equal_fingerprints_pair() -> None:
     assert names(workers) == ("pa", "da")
 
 
-def test_no_common_fingerprint_names_the_difference() -> None:
-    with pytest.raises(WorkerUnavailable, match="weights: 'a' != 'b'") as caught:
-        choose_pair([prefill("p"), decode("d", fingerprint=B)], NEED)
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("kv_layout", "28 layers"), ("block_tokens", 32), ("dtype", "float32")],
+)
+def test_b8_workers_of_different_kv_layouts_never_pair(field: str, other: Any) -> None:
+    assert_never_paired({"fingerprint": replace(A, **{field: other})}, field)
+
+
+def test_b9_workers_of_different_mtp_layers_never_pair_but_draft_lengths_are_free() -> None:
+    """The layout names the MTP layers; how many drafts a step makes is each worker's own matter."""
+    without = replace(A, kv_layout="kv, no MTP layer")
+    assert_never_paired({"fingerprint": without, "has_mtp": False}, "kv_layout")
+    workers = [prefill("p", max_draft_tokens=0), decode("d", max_draft_tokens=7)]
+    assert names(workers) == ("p", "d")
+
+
+@pytest.mark.parametrize("field", ["weights", "numerics"])
+def test_b10_workers_of_different_revisions_never_pair(field: str) -> None:
+    assert_never_paired({"fingerprint": replace(A, **{field: "older"})}, field)
+
+
+def test_b10_neighbouring_protocol_versions_pair_and_others_never() -> None:
+    """The gateway speaks N: it may use N-1 and N+1, but these two do not understand each other."""
+    before, after = PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1
+    older, newer = {"protocol_version": before}, {"protocol_version": after}
+    assert names([prefill("p", **older), decode("d")]) == ("p", "d")
+    assert names([prefill("p"), decode("d", **newer)]) == ("p", "d")
+    with pytest.raises(WorkerUnavailable, match=f"protocol_version: {before} != {after}"):
+        choose_pair([prefill("p", **older), decode("d", **newer)], NEED)
+    workers = [prefill("p", **older), decode("new", **newer), decode("same", free=0)]
+    assert names(workers) == ("p", "same"), "a full worker is better than one of N+1"
+    for distance in (-2, 2):
+        far = PROTOCOL_VERSION + distance
+        with pytest.raises(WorkerUnavailable, match=f"d speaks protocol {far}, the gateway"):
+            choose_pair([prefill("p"), decode("d", protocol_version=far)], NEED)
+
+
+def assert_never_paired(changes: dict[str, Any], named: str) -> None:
+    """However idle they are: not alone, where the error names it, and not beside others."""
+    with pytest.raises(WorkerUnavailable, match=f"p and d differ in {named}: ") as caught:
+        choose_pair([prefill("p"), decode("d", **changes)], NEED)
     assert caught.value.is_retryable
+    workers = [prefill("p", queued=900), decode("d", **changes), decode("busy", free=0)]
+    assert {names(workers, rotation=r) for r in range(4)} == {("p", "busy")}
+    assert not can_serve([prefill("p"), decode("d", **changes)])
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (lambda s: replace(s, kept_out="failed its canary: cut"), "failed its canary: cut"),
         (lambda s: replace(s, is_connected=False), "is not reachable at host:p"),
         (lambda s: replace(s, is_listed=False), "is no longer registered"),
         (lambda s: replace(s, worker=replace(s.worker, is_draining=True)), "is draining"),
@@ -205,6 +255,8 @@ class IdleSession:
     def cancel(self, key: RequestKey) -> None:
         self.num_requests -= 1
 
+    def doubt(self) -> None: ...
+
     async def close(self) -> None:
         self.is_closed = True
 
@@ -232,7 +284,7 @@ async def test_the_pool_follows_the_directory_and_keeps_sessions_in_use() -> Non
     pool = WorkerPool(directory, connect)
     assert [s.address for s in opened] == ["host:p", "host:d"]
     placement = pool.place(NEED)
-    entry = pool.book(placement.decode.worker_id, blocks=3)
+    entry = pool.book(placement.decode.worker_id, Books(blocks=3))
     opened[1].num_requests = 1
 
     directory.listed = [worker("p", Role.PREFILL, epoch=2)]
@@ -255,7 +307,7 @@ async def test_the_pool_follows_the_directory_and_keeps_sessions_in_use() -> Non
 async def test_books_are_never_negative_and_end_at_zero() -> None:
     directory = Directory(worker("p", Role.PREFILL), worker("d", Role.DECODE))
     pool = WorkerPool(directory, IdleSession)
-    entries = [pool.book("d", blocks=i) for i in range(5)]
+    entries = [pool.book("d", Books(1, blocks=i)) for i in range(5)]
     assert pool.snapshots()[1].books == Books(requests=5, blocks=10)
     for entry in entries:
         pool.release(entry)

@@ -123,10 +123,13 @@ async def answer_of(
 
 
 @contextmanager
-def running(*overrides: str) -> Iterator[Running]:
-    """A cluster on the embedded model; nothing of it is left afterwards."""
+def running(
+    *overrides: str, report: Callable[[str], None] = lambda text: None
+) -> Iterator[Running]:
+    """A cluster on the embedded model; nothing of it is left afterwards. `report` is told what it
+    waits for."""
     config = load_config(None, [*OVERRIDES, *overrides])
-    cluster = Cluster(config, lambda text: None)
+    cluster = Cluster(config, report)
     try:
         yield Running(cluster, cluster.start(), config)
     finally:

@@ -24,6 +24,7 @@ from hocket.errors import (
     ModelNotFound,
     WorkerUnavailable,
 )
+from hocket.model.model_config import BLOCK_TOKENS
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
 from tests.end_to_end.running_cluster import (
@@ -77,7 +78,8 @@ def test_output_equals_the_engine_in_one_process(
         assert usage.prompt_tokens == len(case.token_ids)
         assert usage.output_tokens == case.max_tokens
         assert (usage.drafted_tokens > 0) == (num_drafts > 0)
-        assert hand_off.bytes > 0
+        # Decode may have whole blocks of a prompt that it had before; a part of one is always read.
+        assert hand_off.bytes > 0 or len(case.token_ids) % BLOCK_TOKENS == 0
         assert hand_off.transport not in ("", "unknown")
         assert hand_off.prefill_worker == "prefill-0"
         assert hand_off.decode_worker == "decode-0"

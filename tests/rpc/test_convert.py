@@ -55,7 +55,7 @@ LOAD = st.builds(Load, U32, U32, U64, U32, U32, U32, U64)
 METADATA = st.dictionaries(TEXT, TEXT, max_size=3).map(lambda d: tuple(sorted(d.items())))
 EVENT = st.one_of(
     st.builds(Begun, KEY, HANDLE),
-    st.builds(Joined, KEY, U64, TEXT, U32, st.booleans()),
+    st.builds(Joined, KEY, U64, TEXT, U32, st.booleans(), TEXT),
     st.builds(
         Tokens,
         KEY,
@@ -71,7 +71,8 @@ DESCRIPTION = st.builds(
     WorkerDescription,
     **{f.name: TEXT if f.type == "str" else U32 for f in dataclasses.fields(WorkerDescription)}
     | {"epoch": U64, "block_bytes": U64, "role": st.sampled_from(Role), "load": LOAD}
-    | {"fingerprint": FINGERPRINT, "has_mtp": st.booleans(), "is_draining": st.booleans()},
+    | {"fingerprint": FINGERPRINT}
+    | dict.fromkeys(("has_mtp", "has_prefix_cache", "is_draining"), st.booleans()),
 )
 START = st.builds(
     StartRequest,

@@ -79,6 +79,8 @@ class Relay:
         self.swallows = False
         self.swallowed_bytes = 0
         self.writers: list[asyncio.StreamWriter] = []
+        # The gateway's end of what is written to the worker.
+        self.near_ends: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
         self.pumps: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -88,6 +90,7 @@ class Relay:
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         self.writers += [writer, far_writer]
+        self.near_ends[far_writer] = writer
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             pump = asyncio.create_task(self.pump(source, sink, is_upward=source is reader))
             self.pumps.add(pump)
