@@ -23,7 +23,8 @@ class TransferSettings:
     checksum: "xxh3": prefill announces every block with a checksum, and a READ fails when what
         arrived differs, if only by a bit. "off" trusts the transport's own.
     open_timeout_s: a finished or running export that no decode worker opens is given up.
-    progress_timeout_s: an open hand-off on which nothing moves is given up.
+    progress_timeout_s: an open hand-off on which nothing moves is given up; must be longer than
+        the longest step of either engine, which says nothing meanwhile.
     read_timeout_s: a READ of which nothing arrives for so long is abandoned and its blocks
         quarantined.
     num_slots: hand-offs that one prefill worker can have in flight.
