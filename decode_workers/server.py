@@ -135,7 +135,8 @@ class ImportStreams:
             async for event in call:
                 self._post(EventArrived(key, event))
         except grpc.aio.AioRpcError as rpc_error:
-            error = error_from_rpc(rpc_error)
+            # Whatever gRPC calls it, for the reader the hand-off failed.
+            error = HandOffFailed(f"The Export stream of {key} broke: {error_from_rpc(rpc_error)}")
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)

@@ -47,6 +47,9 @@ _CODE_TO_KIND: dict[int, type[HocketError]] = {
     4: DeadlineExceeded,
     5: ModelNotFound,
     8: Overloaded,
+    # A call that ended under a write, whatever its own status was (grpc/grpc issue 36066). An
+    # INTERNAL that a server of ours means has our details.
+    13: WorkerUnavailable,
     14: WorkerUnavailable,
 }
 

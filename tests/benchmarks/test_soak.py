@@ -104,13 +104,13 @@ def test_what_is_wrong_is_found(name: str) -> None:
 
 
 def test_growth_is_told_from_warming_up_and_from_noise() -> None:
-    def memory(mib_at: Any, ends_at: int = 3000) -> Memory:
+    def memory(mib_at: Any, ends_at: int = 4500) -> Memory:
         return Memory("gateway", 7, [(n, int(mib_at(n) * MIB)) for n in range(0, ends_at, 10)])
 
-    warming = memory(lambda n: 100 + min(n, 390) / 10)
+    warming = memory(lambda n: 100 + min(n, 990) / 10)
     leaking = memory(lambda n: 100 + n * 0.005 + (n % 7))
-    stepping = memory(lambda n: 100 + 3 * (n > 2000))
-    young = memory(lambda n: 100 + n, ends_at=900)
+    stepping = memory(lambda n: 100 + 3 * (n > 3000))
+    young = memory(lambda n: 100 + n, ends_at=1500)
     assert growth(warming).mib_per_1000 == 0.0
     assert growth(leaking).mib_per_1000 == pytest.approx(5.0, abs=0.2)
     assert growth(stepping).mib_per_1000 == pytest.approx(0.0, abs=2.0)

@@ -181,6 +181,32 @@ async def test_a_prefill_worker_that_is_not_there_fails_the_request_by_policy(
         assert running.free_blocks == NUM_BLOCKS
 
 
+class BrokenPrefill(worker_pb2_grpc.WorkerServicer):
+    """Ends every Export stream with a status that only gRPC itself would say."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    async def Export(self, request_iterator: Any, context: Any) -> None:
+        await context.abort(self.code, "Internal error from Core")
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED]
+)
+async def test_a_stream_that_breaks_is_a_failed_hand_off_whatever_grpc_calls_it(
+    make_worker: Callable[..., Any], code: grpc.StatusCode
+) -> None:
+    server, address = bind("127.0.0.1", 0)
+    worker_pb2_grpc.add_WorkerServicer_to_server(BrokenPrefill(code), server)
+    await server.start()
+    async with serving(make_worker()) as running:
+        running.start("a", export_at=address)
+        await running.until(lambda: bool(running.of(Finished)))
+        assert [joined.recomputed for joined in running.of(Joined)] == [True]
+    await server.stop(0)
+
+
 class SilentPrefill(worker_pb2_grpc.WorkerServicer):
     """Accepts Export streams, notes what comes, and never says a word."""
 

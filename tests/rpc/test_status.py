@@ -66,6 +66,9 @@ def test_statuses_that_grpc_made_become_the_nearest_error() -> None:
     oversized = error_from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, too_large))
     assert isinstance(oversized, Overloaded)
     assert not oversized.is_retryable
+    under_a_write = error_from_rpc(rpc_error(grpc.StatusCode.INTERNAL, "Internal error from Core"))
+    assert isinstance(under_a_write, WorkerUnavailable)
+    assert under_a_write.is_retryable
     other = error_from_rpc(rpc_error(grpc.StatusCode.UNIMPLEMENTED, "no such method"))
     assert type(other) is HocketError
     assert (other.code, other.reason) == (12, "UNIMPLEMENTED")
