@@ -27,7 +27,14 @@ from decode_workers.import_stream import (
 from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodeScheduler, PlannedDecode
 from decode_workers.seats import LiveRequest, Seats
-from hocket.errors import Cancelled, DeadlineExceeded, HandOffFailed, HocketError
+from hocket.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandOffFailed,
+    HocketError,
+    InternalError,
+)
+from hocket.execution.damage import at_fault
 from hocket.execution.engine_thread import (
     PULSE_S,
     BeginDrain,
@@ -230,9 +237,11 @@ class DecodeEngine:
         """Takes an imported prompt into the batch; its first token is told first.
 
         Raises:
-            InternalError: the bundle's hidden state is not one of this model.
+            InternalError: the bundle's hidden state or token is not one of this model.
         """
         key, bundle = imported.key, imported.bundle
+        if bundle.first_token >= self._scheduler.limits.vocabulary_size:
+            raise InternalError(f"prefill's first token is {bundle.first_token}, no token here")
         hidden_H = None
         if bundle.finish_reason is None:
             hidden_H = self._runner.load_hidden_state(bundle.hidden_state)
@@ -266,7 +275,7 @@ class DecodeEngine:
         chunks = [PrefillChunk(self._live[c.key].running, c.num_tokens) for c in plan]
         first_tokens = self._prefill_failures.run(
             lambda: self._runner.prefill(chunks),
-            lambda error: self._end([chunk.key for chunk in plan], error, now),
+            lambda error: self._end(at_fault(error, [chunk.key for chunk in plan]), error, now),
         )
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
             self._scheduler.computed(chunk)
@@ -286,7 +295,7 @@ class DecodeEngine:
         sequences = [self._live[planned.key].running for planned in plan]
         outputs = self._decode_failures.run(
             lambda: self._runner.decode(sequences, [planned.num_drafts for planned in plan]),
-            lambda error: self._end([planned.key for planned in plan], error, now),
+            lambda error: self._end(at_fault(error, [p.key for p in plan]), error, now),
         )
         self._decode_batch_sum += len(plan)
         for planned, output in zip(plan, outputs or (), strict=bool(outputs)):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hocket.errors import Cancelled, DeadlineExceeded, HocketError, InvalidRequest
+from hocket.execution.damage import at_fault
 from hocket.execution.engine_thread import (
     PULSE_S,
     BeginDrain,
@@ -191,8 +192,8 @@ class PrefillEngine:
             return first_tokens
 
         def fail(error: HocketError) -> None:
-            for chunk in plan:
-                self._end(chunk.key, error, now)
+            for key in at_fault(error, [chunk.key for chunk in plan]):
+                self._end(key, error, now)
 
         first_tokens = self._failures.run(compute, fail)
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):

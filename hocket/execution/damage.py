@@ -11,13 +11,28 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from hocket.errors import InternalError
+from hocket.execution.sequence import Sequence
 from hocket.kv.paged_cache import PagedCache
+from hocket.types import RequestKey
+
+
+class Damaged(InternalError):
+    """Some sequences of a step computed NaN; the step did nothing, and the others can repeat it.
+
+    Other workers may do better: what was handed over to this one may be at fault.
+    """
+
+    is_retryable = True
+
+    def __init__(self, keys: frozenset[RequestKey]) -> None:
+        super().__init__("the model computed NaN; its weights or a hand-off are damaged")
+        self.keys = keys
 
 
 def refuse_nan(
-    hidden_TH: Tensor, row_counts: Seq[int], block_tables: Seq[Seq[int]], cache: PagedCache
+    hidden_TH: Tensor, row_counts: Seq[int], sequences: Seq[Sequence], cache: PagedCache
 ) -> None:
-    """Raises InternalError on NaN; sequence i has `row_counts[i]` of the rows.
+    """Raises Damaged on NaN; sequence i has `row_counts[i]` of the rows.
 
     First the blocks of the sequences at fault are condemned: the prefix index forgets them, and
     they are zeroed once nobody holds them, because blocks are used again as they are, and zero
@@ -26,7 +41,14 @@ def refuse_nan(
     """
     if not bool(hidden_TH.amax().isnan()):
         return
-    for rows, block_table in zip(hidden_TH.split(list(row_counts)), block_tables, strict=True):
+    damaged: set[RequestKey] = set()
+    for rows, sequence in zip(hidden_TH.split(list(row_counts)), sequences, strict=True):
         if bool(rows.isnan().any()):
-            cache.pool.condemn(block_table, cache.clear_block)
-    raise InternalError("the model computed NaN; its weights or a hand-off are damaged")
+            cache.pool.condemn(sequence.block_table, cache.clear_block)
+            damaged.add(sequence.key)
+    raise Damaged(frozenset(damaged))
+
+
+def at_fault(error: Exception, keys: Seq[RequestKey]) -> list[RequestKey]:
+    """Who of a step's requests ends with its error: those that are damaged, or all."""
+    return [k for k in keys if k in error.keys] if isinstance(error, Damaged) else list(keys)

@@ -93,7 +93,8 @@ class ModelRunner:
             assert first >= sequence.num_shared - 1, (first, sequence.num_shared)
             self._assert_capacity(sequence, min(end + 1, sequence.num_tokens))
             parts.append((sequence.token_ids[first:end], first, sequence.block_table))
-        hidden_TH = self._forward(parts, num_shared)
+        sequences = [chunk.sequence for chunk in chunks]
+        hidden_TH = self._forward(parts, sequences, num_shared)
         if self.model.has_mtp:
             self._write_mtp_entries(chunks, hidden_TH)
 
@@ -165,7 +166,7 @@ class ModelRunner:
             parts.append((tokens, sequence.num_computed, sequence.block_table))
             params += [sequence.sampling] * len(tokens)
             positions += range(sequence.num_tokens, sequence.num_tokens + len(tokens))
-        hidden_TH = self._forward(parts)
+        hidden_TH = self._forward(parts, sequences)
         logits_TV = self.model.logits(hidden_TH)
         sampled_T = self._sample(logits_TV, params, positions)
         sampled = sampled_T.tolist()
@@ -218,11 +219,16 @@ class ModelRunner:
         pairs = zip(sequences, num_drafts, strict=True)
         return [min(wanted, self.draft_limit(sequence)) for sequence, wanted in pairs]
 
-    def _forward(self, parts: list[SequenceInput], num_shared: Seq[int] | None = None) -> Tensor:
-        """One main pass, [T, H]. Raises InternalError on NaN."""
+    def _forward(
+        self,
+        parts: list[SequenceInput],
+        sequences: Seq[Sequence],
+        num_shared: Seq[int] | None = None,
+    ) -> Tensor:
+        """One main pass, [T, H]. Raises Damaged on NaN."""
         inputs = StepInputs.build(parts, self.cache.device, num_shared)
         hidden_TH = self._passes.forward(inputs, self.cache)
-        refuse_nan(hidden_TH, inputs.query_lengths, inputs.host_block_tables, self.cache)
+        refuse_nan(hidden_TH, inputs.query_lengths, sequences, self.cache)
         return hidden_TH
 
     def _first_tokens(

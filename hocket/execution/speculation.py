@@ -106,8 +106,8 @@ class MTPDraftSource:
                 hidden_SH = hidden_SH[torch.tensor(keep, device=hidden_SH.device)]
             if depth > 0:
                 hidden_SH = self._advance([(sequences[r], drafts[r]) for r in rows], hidden_SH)
-            tables = [sequences[row].block_table for row in rows]
-            refuse_nan(hidden_SH, [1] * len(rows), tables, self._cache)
+            drafting = [sequences[row] for row in rows]
+            refuse_nan(hidden_SH, [1] * len(rows), drafting, self._cache)
             tokens_S = self._sampler.sample(
                 self._model.mtp_logits(hidden_SH),
                 [sequences[row].sampling for row in rows],

@@ -9,6 +9,9 @@ import heapq
 
 from hocket.types import RequestKey
 
+# Entries of ended requests that the heap may always keep.
+_UNSWEPT = 64
+
 
 class Deadlines:
     """When each request's time is over. Seconds on the caller's clock."""
@@ -20,13 +23,23 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._at)
 
+    @property
+    def num_kept(self) -> int:
+        """Entries in memory, those of ended requests included."""
+        return len(self._heap)
+
     def add(self, key: RequestKey, at: float) -> None:
         assert key not in self._at, f"{key} has a deadline already"
         self._at[key] = at
         heapq.heappush(self._heap, (at, str(key), key))
 
     def discard(self, key: RequestKey) -> None:
+        """Most requests end long before their time: what they leave in the heap is swept away when
+        it is the greater part, so that the heap is as large as what is here, not as the past."""
         self._at.pop(key, None)
+        if len(self._heap) > 2 * len(self._at) + _UNSWEPT:
+            self._heap = [entry for entry in self._heap if self._is_live(entry[0], entry[2])]
+            heapq.heapify(self._heap)
 
     def next(self) -> float | None:
         """The earliest deadline; None when there is none."""

@@ -110,8 +110,9 @@ class ExportOwnership:
 
     @property
     def unread_blocks(self) -> int:
-        """Blocks of finished prompts that their readers have not read yet."""
-        return sum(len(e.unread) for e in self._exports.values() if not e.is_computing)
+        """Blocks of finished prompts, each counted once, that a reader has not read yet."""
+        finished = (e for e in self._exports.values() if not e.is_computing)
+        return len({block for export in finished for block in export.unread.values()})
 
     @property
     def is_idle(self) -> bool:
@@ -197,6 +198,7 @@ class ExportOwnership:
     ) -> None:
         """A reader asks for the export; its first `first_block` blocks it will not read."""
         try:
+            self._check_is_new(stream, key)
             export = self._find(key, slot, slot_epoch, first_block)
         except HocketError:
             self.counters.rejected_opens += 1
@@ -288,6 +290,11 @@ class ExportOwnership:
 
     def _alive_due(self, export: _Export) -> float:
         return export.last_sent + self.limits.progress_timeout_s / 3
+
+    def _check_is_new(self, stream: int, key: RequestKey) -> None:
+        """A stream is the lease of one export: a second one would outlive or end the first."""
+        if stream in self._streams.keys or stream in self._streams.ended:
+            raise HandOffFailed(f"{key} needs an Export stream of its own.", request=key)
 
     def _find(self, key: RequestKey, slot: int, slot_epoch: int, first_block: int) -> _Export:
         export = self._exports.get(key)

@@ -301,3 +301,23 @@ def test_tokens_are_told_in_order_without_gap(rig: Rig) -> None:
             assert event.output_index == index
             index += len(event.token_ids)
     assert index == 5 + 8
+
+
+def test_b3_damaged_kv_of_one_request_ends_that_one_and_changes_no_other(
+    make_worker: Callable[..., Any],
+) -> None:
+    undisturbed = Rig(make_worker())
+    rig = Rig(make_worker())
+    for each in (undisturbed, rig):
+        for name, prompt in (("a", 11), ("b", 20), ("c", 17)):
+            each.start(name, prompt=prompt, max_tokens=12)
+        each.turn_until(lambda each=each: len(each.of(Joined)) == 3)
+    damaged = rig.worker.engine._live[RequestKey("b")].blocks
+    rig.worker.runner.cache.storage[damaged] = 0xFF  # NaN in every dtype
+    for each in (undisturbed, rig):
+        each.turn(40)
+    assert [name for name, _ in rig.failures()] == ["b"]
+    assert sorted(rig.of(Finished)) == ["a", "c"]
+    for name in ("a", "c"):
+        assert rig.output(name) == undisturbed.output(name)
+    assert rig.free_blocks == NUM_BLOCKS

@@ -267,3 +267,22 @@ def test_a_repeated_end_of_a_stream_is_harmless(parts: Parts) -> None:
     table.abort(A, HandOffFailed("gone"), 0.0)
     assert pool.num_free == NUM_BLOCKS
     assert table.counters.peers_gone == 1
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_stream_opens_one_export_and_no_second_one(parts: Parts, has_ended: bool) -> None:
+    table, pool, _ = parts
+    first, second = begin(parts, A, 2), begin(parts, B, 2)
+    table.take(UpdateArrived(1, opening(A, first)), 0.0)
+    if has_ended:
+        table.abort(A, Cancelled("gone"), 0.0)
+    table.take(UpdateArrived(1, opening(B, second)), 0.0)
+    assert table.counters.rejected_opens == 1
+    # The second export still waits for a reader of its own; whatever held the first has let go.
+    table.take(UpdateArrived(2, opening(B, second)), 0.0)
+    assert table.counters.opened == 2
+    table.abort(A, Cancelled("gone"), 0.0)
+    table.take(StreamGone(1), 0.0)
+    table.tick(100.0)
+    table.abort(B, Cancelled("gone"), 100.0)
+    assert pool.num_free == NUM_BLOCKS

@@ -195,3 +195,12 @@ def test_one_token_requests_use_and_fill_the_cache_too(rig: Rig) -> None:
         rig.turn()
     assert rig.find(Finished, "third").usage.cached_tokens == 47
     assert rig.pool.num_free == NUM_BLOCKS
+
+
+def test_unread_blocks_that_prompts_share_count_once(rig: Rig) -> None:
+    rig.run("first", tokens(48))
+    for name in ("second", "third"):
+        rig.start(name, tokens(48))
+    for _ in range(3):
+        rig.turn()
+    assert rig.turn().load.unread_blocks == 3

@@ -28,3 +28,14 @@ def test_a_discarded_request_never_expires_and_may_come_again() -> None:
     deadlines.add(A, 5.0)
     assert deadlines.take_expired(4.0) == []
     assert deadlines.take_expired(5.0) == [A]
+
+
+def test_requests_that_ended_early_are_not_kept_until_their_time() -> None:
+    deadlines = Deadlines()
+    deadlines.add(A, 1e6)
+    for number in range(10_000):
+        key = RequestKey(f"r{number}")
+        deadlines.add(key, 600.0 + number)
+        deadlines.discard(key)
+    assert deadlines.num_kept < 100
+    assert deadlines.next() == 1e6
