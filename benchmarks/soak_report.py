@@ -22,7 +22,7 @@ from hocket.types import FinishReason
 AFTERMATH_S = 5.0
 # Of a process's life, in requests of the whole run: what warms up, and what a slope needs then.
 WARM_UP_REQUESTS = 1000
-JUDGED_REQUESTS = 600
+JUDGED_REQUESTS = 1400
 MAX_SAMPLES = 200
 _SHOWN = 10
 
