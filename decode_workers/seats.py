@@ -86,12 +86,12 @@ class Seats:
     def take(self, live: LiveRequest, num_blocks: int) -> bool:
         """Gives a request its blocks, as many of them as possible from the prefix cache; False,
         and none, when the pool has too few."""
-        num_hits = self._prefixes.count_hits(live.prefix)
-        if num_blocks - num_hits + self._prefixes.count_free(live.prefix) > self._pool.num_free:
+        hits = self._prefixes.look_up(live.prefix)
+        if num_blocks - hits.num_blocks + hits.num_free > self._pool.num_free:
             return False
-        live.num_hits = num_hits
+        live.num_hits = hits.num_blocks
         live.blocks = self._prefixes.claim(live.prefix)
-        live.blocks += self._pool.allocate(num_blocks - num_hits)
+        live.blocks += self._pool.allocate(num_blocks - hits.num_blocks)
         return True
 
     def grow(self, live: LiveRequest, num_slots: int) -> bool:

@@ -167,8 +167,9 @@ class PrefillEngine:
         num_blocks = self._scheduler.limits.blocks_needed(request)
         is_exported = request.stopping.max_tokens > 1
         prefix = self._waiting[request.key]
-        num_hits = self._prefixes.count_hits(prefix)
-        num_taken = num_blocks - num_hits + self._prefixes.count_free(prefix)
+        hits = self._prefixes.look_up(prefix)
+        num_hits = hits.num_blocks
+        num_taken = num_blocks - num_hits + hits.num_free
         has_room = self._exports.can_begin if is_exported else self._pool.num_free.__ge__
         if not has_room(num_taken):
             return None

@@ -170,8 +170,9 @@ class LocalEngine:
         """Takes blocks for prompt and output, cached ones first; None when too few are free."""
         pool, size = self.cache.pool, self.cache.layout.block_tokens
         prefix = self.prefixes.prefix(request.token_ids, request.tenant_salt)
-        num_new = self._num_blocks(request) - self.prefixes.count_hits(prefix)
-        if num_new + self.prefixes.count_free(prefix) > pool.num_free:
+        hits = self.prefixes.look_up(prefix)
+        num_new = self._num_blocks(request) - hits.num_blocks
+        if num_new + hits.num_free > pool.num_free:
             return None
         shared = self.prefixes.claim(prefix)
         sequence = Sequence(

@@ -24,6 +24,14 @@ class Prefix:
     num_indexed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Blocks that `claim` would find now, and how many of them are free ones of the pool."""
+
+    num_blocks: int = 0
+    num_free: int = 0
+
+
 class PrefixCaching(Protocol):
     """What an engine needs of a prefix cache."""
 
@@ -36,12 +44,8 @@ class PrefixCaching(Protocol):
         of each."""
         ...
 
-    def count_free(self, prefix: Prefix) -> int:
-        """Free blocks of the pool that `claim` would take."""
-        ...
-
-    def count_hits(self, prefix: Prefix) -> int:
-        """Blocks that `claim` would find."""
+    def look_up(self, prefix: Prefix) -> Hits:
+        """What `claim` would find; nothing is held."""
         ...
 
     def index(
@@ -69,11 +73,9 @@ class PrefixCache:
         prefix.num_indexed = len(blocks)
         return blocks
 
-    def count_free(self, prefix: Prefix) -> int:
-        return self._pool.count_free(self.entries.match(prefix.names))
-
-    def count_hits(self, prefix: Prefix) -> int:
-        return len(self.entries.match(prefix.names))
+    def look_up(self, prefix: Prefix) -> Hits:
+        blocks = self.entries.match(prefix.names)
+        return Hits(len(blocks), self._pool.count_free(blocks))
 
     def index(
         self, prefix: Prefix, token_ids: Sequence[int], blocks: Sequence[int], num_complete: int
@@ -98,11 +100,8 @@ class NoPrefixCache:
     def claim(self, prefix: Prefix) -> list[int]:
         return []
 
-    def count_free(self, prefix: Prefix) -> int:
-        return 0
-
-    def count_hits(self, prefix: Prefix) -> int:
-        return 0
+    def look_up(self, prefix: Prefix) -> Hits:
+        return Hits()
 
     def index(
         self, prefix: Prefix, token_ids: Sequence[int], blocks: Sequence[int], num_complete: int

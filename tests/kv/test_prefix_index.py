@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.kv.block_pool import BlockPool, OutOfBlocks
-from hocket.kv.prefix_cache import PrefixCache
+from hocket.kv.prefix_cache import Hits, PrefixCache
 from hocket.kv.prefix_index import PrefixIndex, block_hashes, prefix_root
 
 ROOT = prefix_root("model", "", b"")
@@ -166,7 +166,7 @@ def test_a_request_indexes_each_block_once_and_only_what_is_complete() -> None:
     # A follow-up turn: prompt and output are found; only what is new is indexed.
     turn = [*tokens[:6], 9, 9]
     second = cache.prefix(turn, b"")
-    assert (cache.count_hits(second), cache.count_free(second)) == (3, 0)
+    assert cache.look_up(second) == Hits(num_blocks=3, num_free=0)
     shared = cache.claim(second)
     assert shared == blocks[:3]
     (new,) = pool.allocate(1)
@@ -174,7 +174,7 @@ def test_a_request_indexes_each_block_once_and_only_what_is_complete() -> None:
     assert cache.entries.match(block_hashes(ROOT, turn, 2)) == [*shared, new]
     pool.free(blocks)
     pool.free([*shared, new])
-    assert cache.count_free(second) == 4
+    assert cache.look_up(second).num_free == 4
     assert cache.claim(cache.prefix(turn, b"another tenant")) == []
 
 
@@ -187,4 +187,4 @@ def test_what_was_found_damaged_is_not_indexed_again_by_those_who_share_it() -> 
     table = [*cache.claim(second), *pool.allocate(1)]
     pool.condemn(blocks, lambda _: None)
     cache.index(second, range(6), table, 6)
-    assert cache.count_hits(second) == 0
+    assert cache.look_up(second).num_blocks == 0
