@@ -43,6 +43,7 @@ from hocket.execution.engine_thread import (
     FailRequests,
     StepOutput,
 )
+from hocket.execution.grammar_requests import GrammarRequests
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.step_failures import StepFailures
 from hocket.kv.prefix_cache import NoPrefixCache, PrefixCaching
@@ -80,9 +81,10 @@ class DecodeEngine:
         can_recompute: bool,
         together: StepTogether | None = None,
         prefixes: PrefixCaching | None = None,
+        grammars: GrammarRequests | None = None,
     ) -> None:
         """`together`: this rank's place in its expert-parallel group, if it has one. `prefixes`
-        None: no request uses what another computed.
+        None: no request uses what another computed. `grammars` None: one that wants one fails.
 
         `can_recompute`: a hand-off that broke is computed here instead of failing its request.
         One that prefill gave up on purpose, or that must not be, fails it in any case."""
@@ -94,6 +96,7 @@ class DecodeEngine:
         self._pool = runner.cache.pool
         block_tokens = runner.cache.layout.block_tokens
         self._seats = Seats(self._pool, prefixes or NoPrefixCache(), block_tokens)
+        self._grammars = grammars or GrammarRequests(None)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._events: list[Event] = []
         self._prefill_failures = StepFailures()
@@ -132,6 +135,10 @@ class DecodeEngine:
         self._num_steps += 1
         late = self._scheduler.take_expired(now)
         self._end(late, DeadlineExceeded("The deadline passed before the last token."), now)
+        for key, error in self._grammars.take_ready():
+            self._scheduler.release(key)
+            if error is not None:
+                self._end([key], error, now)
         outcomes = self._imports.tick(now)
         for outcome in outcomes:
             self._settle(outcome, now)
@@ -158,6 +165,8 @@ class DecodeEngine:
         except HocketError as error:
             self._events.append(failed_from_error(request.key, error))
             return
+        if self._grammars.take_in(request):
+            self._scheduler.hold(request.key)
         live = self._live[request.key] = self._seats.arrive(request)
         if (handle := request.export) is None:
             return
@@ -205,6 +214,7 @@ class DecodeEngine:
             key, live = request.key, self._live[request.key]
             if not self._seats.take(live, self._scheduler.blocks_to_admit(request)):
                 break
+            live.grammar = self._grammars.of(key)
             live.is_importing = self._scheduler.admit(key, self._seats.cached_tokens(live))
             if live.is_importing:
                 blocks = live.blocks[: live.prompt_blocks]
@@ -282,6 +292,8 @@ class DecodeEngine:
             self._computed_prompt_tokens += chunk.num_tokens
             live = self._live[chunk.key]
             self._seats.publish(live)
+            if (prompt_logprobs := live.running.take_prompt_logprobs()) is not None:
+                self._events.append(prompt_logprobs)
             if first is not None:
                 if not live.has_joined:
                     is_recomputed = self._scheduler.is_recomputed(chunk.key)
@@ -331,6 +343,7 @@ class DecodeEngine:
             self._release(key)
 
     def _release(self, key: RequestKey) -> None:
+        self._grammars.discard(key)
         live = self._live.pop(key, None)
         if live is not None:
             self._seats.leave(live)
@@ -340,6 +353,8 @@ class DecodeEngine:
         if self._is_busy:
             return 0.0
         waits = [PULSE_S]
+        if (grammar_s := self._grammars.wait_s) is not None:
+            waits.append(grammar_s)
         if (deadline := self._scheduler.next_deadline()) is not None:
             waits.append(max(0.0, deadline - now))
         if (next_tick_s := self._imports.next_tick_s(now)) is not None:

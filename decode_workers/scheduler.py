@@ -81,6 +81,7 @@ class DecodeScheduler:
         self._num_submitted = 0
         self._arrivals: dict[RequestKey, int] = {}
         self._recomputed: set[RequestKey] = set()
+        self._held: set[RequestKey] = set()
         self._deadlines = Deadlines()
 
     def submit(self, request: StartRequest, now: float) -> None:
@@ -115,8 +116,18 @@ class DecodeScheduler:
 
     def next_waiting(self) -> StartRequest | None:
         """The oldest request that waits, if a seat is free; to be admitted if its blocks are."""
-        has_seat = self.num_seated < self.policy.max_batch
-        return next(iter(self._waiting.values()), None) if has_seat else None
+        if self.num_seated >= self.policy.max_batch:
+            return None
+        waiting = self._waiting.values()
+        return next((request for request in waiting if request.key not in self._held), None)
+
+    def hold(self, key: RequestKey) -> None:
+        """The waiting request cannot be admitted yet; those behind it may pass."""
+        self._held.add(key)
+
+    def release(self, key: RequestKey) -> None:
+        """It can be admitted from now on."""
+        self._held.discard(key)
 
     def blocks_to_admit(self, request: StartRequest) -> int:
         """Blocks that a request must have to start: for its prompt and a share of its output, at
@@ -157,12 +168,11 @@ class DecodeScheduler:
         request = self._running.pop(key, None) or self._prefilling.pop(key)
         self._computed_tokens.pop(key, None)
         self.counters.preemptions += 1
-        max_tokens = request.stopping.max_tokens - len(output)
         self._wait_again(
             replace(
                 request,
                 token_ids=(*request.token_ids, *output),
-                stopping=replace(request.stopping, max_tokens=max_tokens),
+                stopping=request.stopping.after(len(output)),
                 leg=Leg.WHOLE,
                 export=None,
                 generated_tokens=request.generated_tokens + len(output),
@@ -206,6 +216,7 @@ class DecodeScheduler:
         self._computed_tokens.pop(key, None)
         self._arrivals.pop(key, None)
         self._recomputed.discard(key)
+        self._held.discard(key)
         places = (self._waiting, self._importing, self._prefilling, self._running)
         return any(place.pop(key, None) is not None for place in places)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hocket.execution.grammars import CompiledGrammar
 from hocket.execution.sequence import Sequence
 from hocket.kv.block_pool import BlockPool
 from hocket.kv.prefix_cache import Prefix, PrefixCaching
@@ -29,11 +30,13 @@ class LiveRequest:
 
     `prompt_blocks` are those of the prompt; `blocks` are empty while it waits, `sequence` is None
     while it waits or imports. `cached_tokens` are the prompt tokens that nobody had to compute for
-    it. `hand_off_fault`: why its prompt is computed here although it was handed over."""
+    it. `grammar`: what its grammar was compiled to. `hand_off_fault`: why its prompt is computed
+    here although it was handed over."""
 
     request: StartRequest
     prefix: Prefix
     prompt_blocks: int
+    grammar: CompiledGrammar | None = None
     blocks: list[int] = field(default_factory=list[int])
     num_hits: int = 0
     is_importing: bool = False
@@ -79,7 +82,8 @@ class Seats:
 
     def arrive(self, request: StartRequest) -> LiveRequest:
         """A new request, without blocks. Its prompt's are named once: it may wait for long."""
-        prefix = self._prefixes.prefix(request.token_ids, request.tenant_salt)
+        is_fresh = request.sampling.prompt_logprobs is not None
+        prefix = self._prefixes.prefix(request.token_ids, request.tenant_salt, is_fresh)
         prompt_blocks = blocks_for(len(request.token_ids), self._block_tokens)
         return LiveRequest(request, prefix, prompt_blocks)
 
@@ -123,6 +127,8 @@ class Seats:
             block_table=live.blocks,
             num_computed=cached_tokens,
             num_shared=self.hit_tokens(live),
+            num_generated=request.generated_tokens,
+            grammar=live.grammar,
             drafts=live.drafts,
         )
         if not live.has_given_way:
@@ -141,6 +147,8 @@ class Seats:
             block_table=live.blocks,
             num_computed=len(request.token_ids),
             num_shared=self.hit_tokens(live),
+            num_generated=request.generated_tokens,
+            grammar=live.grammar,
             pending_hidden=None if hidden_H is None else hidden_H[None],
         )
 

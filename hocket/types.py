@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hocket.request_params import SamplingParams, StoppingParams
+
 PROTOCOL_VERSION = 1
 """Of `worker.proto`, as this version speaks it; N and N-1 understand each other."""
 
@@ -29,38 +31,6 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen: temperature, then top-k, top-p, min-p, then seeded noise.
-
-    `temperature` 0 is greedy. `top_k` 0 keeps all. `choice` and `seed` address the noise.
-    `top_logprobs` None asks for no logprobs; 0 for the chosen token's only.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    choice: int = 0
-    top_logprobs: int | None = None
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoppingParams:
-    """When an output ends, as far as the worker decides it (stop strings are the gateway's).
-
-    `stop_token_ids` already holds the model's end tokens unless the client ignores them.
-    """
-
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +205,7 @@ class WorkerDescription:
     is_draining: bool = False
     transport: str = ""
     metrics_address: str = ""
+    synthetic_acceptance: float = 0.0
 
 
 class Leg(Enum):
@@ -314,6 +285,16 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of the prompt's tokens from `first_position` on; the first token has none, so that
+    positions begin with 1."""
+
+    key: RequestKey
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The leg is over; nothing of the request is left on the worker but exported blocks.
 
@@ -337,4 +318,4 @@ class Failed:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
-Event = Begun | Joined | Tokens | Finished | Failed
+Event = Begun | Joined | PromptLogprobs | Tokens | Finished | Failed

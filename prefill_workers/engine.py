@@ -22,6 +22,8 @@ from hocket.execution.engine_thread import (
     FailRequests,
     StepOutput,
 )
+from hocket.execution.grammar_requests import GrammarRequests
+from hocket.execution.grammars import CompiledGrammar
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.step_failures import StepFailures
@@ -74,15 +76,17 @@ class PrefillEngine:
         *,
         synchronize: Callable[[], None],
         prefixes: PrefixCaching | None = None,
+        grammars: GrammarRequests | None = None,
     ) -> None:
         """`synchronize` returns when the device has finished all work given to it. `prefixes`
-        None: every prompt is computed in full."""
+        None: every prompt is computed in full. `grammars` None: a request that wants one fails."""
         self._scheduler = scheduler
         self._runner = runner
         self._exports = exports
         self._synchronize = synchronize
         self._prefixes = prefixes or NoPrefixCache()
         self._pool = runner.cache.pool
+        self._grammars = grammars or GrammarRequests(None)
         self._block_tokens = runner.cache.layout.block_tokens
         # Named once, at arrival: a request may wait for room through many turns.
         self._waiting: dict[RequestKey, Prefix] = {}
@@ -116,6 +120,10 @@ class PrefillEngine:
         self._num_steps += 1
         for key in self._scheduler.take_expired(now):
             self._end(key, DeadlineExceeded("The deadline passed before the first token."), now)
+        for key, error in self._grammars.take_ready():
+            self._scheduler.release(key)
+            if error is not None:
+                self._end(key, error, now)
         for lost in self._exports.tick(now):
             self._end(lost.key, lost.error, now)
         has_admitted = self._admit(now)
@@ -147,7 +155,10 @@ class PrefillEngine:
         except HocketError as error:
             self._events.append(failed_from_error(request.key, error))
         else:
-            prefix = self._prefixes.prefix(request.token_ids, request.tenant_salt)
+            if self._grammars.take_in(request):
+                self._scheduler.hold(request.key)
+            is_fresh = request.sampling.prompt_logprobs is not None
+            prefix = self._prefixes.prefix(request.token_ids, request.tenant_salt, is_fresh)
             self._waiting[request.key] = prefix
 
     def _admit(self, now: float) -> bool:
@@ -178,7 +189,8 @@ class PrefillEngine:
         if is_exported:
             handle = self._exports.begin(request.key, blocks, now, num_ready=num_hits)
             self._events.append(Begun(request.key, handle))
-        sequence = _sequence(request, blocks, num_hits * self._block_tokens)
+        grammar = self._grammars.of(request.key)
+        sequence = _sequence(request, blocks, num_hits * self._block_tokens, grammar)
         cached_tokens = sequence.num_computed
         return _Running(request, sequence, prefix, is_exported, num_hits, cached_tokens)
 
@@ -201,6 +213,9 @@ class PrefillEngine:
             self._scheduler.computed(chunk)
             self._computed_prompt_tokens += chunk.num_tokens
             self._announce(chunk, now)
+            prompt_logprobs = self._running[chunk.key].sequence.take_prompt_logprobs()
+            if prompt_logprobs is not None:
+                self._events.append(prompt_logprobs)
             if first is not None:
                 self._finish(chunk.key, first, now)
 
@@ -243,6 +258,7 @@ class PrefillEngine:
         self._exports.abort(key, error, now)
 
     def _release(self, key: RequestKey) -> None:
+        self._grammars.discard(key)
         self._waiting.pop(key, None)
         running = self._running.pop(key, None)
         if running is not None and not running.is_exported:
@@ -253,6 +269,8 @@ class PrefillEngine:
         if self._is_busy or self._scheduler.num_running:
             return 0.0
         waits = [PULSE_S]
+        if (grammar_s := self._grammars.wait_s) is not None:
+            waits.append(grammar_s)
         if (deadline := self._scheduler.next_deadline()) is not None:
             waits.append(max(0.0, deadline - now))
         if (next_tick_s := self._exports.next_tick_s(now)) is not None:
@@ -272,7 +290,9 @@ class PrefillEngine:
         )
 
 
-def _sequence(request: StartRequest, blocks: list[int], num_shared: int) -> Sequence:
+def _sequence(
+    request: StartRequest, blocks: list[int], num_shared: int, grammar: CompiledGrammar | None
+) -> Sequence:
     """The prompt, its first `num_shared` slots in the cache; the last of them is computed again."""
     return Sequence(
         key=request.key,
@@ -283,4 +303,6 @@ def _sequence(request: StartRequest, blocks: list[int], num_shared: int) -> Sequ
         block_table=blocks,
         num_computed=max(0, num_shared - 1),
         num_shared=num_shared,
+        num_generated=request.generated_tokens,
+        grammar=grammar,
     )

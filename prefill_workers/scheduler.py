@@ -43,6 +43,7 @@ class PrefillScheduler:
         self._waiting: dict[RequestKey, StartRequest] = {}
         self._running: dict[RequestKey, StartRequest] = {}
         self._computed_tokens: dict[RequestKey, int] = {}
+        self._held: set[RequestKey] = set()
         self._deadlines = Deadlines()
 
     def submit(self, request: StartRequest, now: float) -> None:
@@ -73,7 +74,16 @@ class PrefillScheduler:
         """The request to admit next, if its blocks can be reserved; None: nobody may start."""
         if len(self._running) >= self.policy.max_batch:
             return None
-        return next(iter(self._waiting.values()), None)
+        waiting = self._waiting.values()
+        return next((request for request in waiting if request.key not in self._held), None)
+
+    def hold(self, key: RequestKey) -> None:
+        """The waiting request cannot be admitted yet; those behind it may pass."""
+        self._held.add(key)
+
+    def release(self, key: RequestKey) -> None:
+        """It can be admitted from now on."""
+        self._held.discard(key)
 
     def admit(self, key: RequestKey, cached_tokens: int = 0) -> None:
         """The request's blocks are reserved: its prompt may advance, from `cached_tokens` on."""
@@ -97,6 +107,7 @@ class PrefillScheduler:
     def remove(self, key: RequestKey) -> bool:
         """Forgets a request wherever it is; False when it is not here."""
         self._deadlines.discard(key)
+        self._held.discard(key)
         self._computed_tokens.pop(key, None)
         waiting, running = self._waiting.pop(key, None), self._running.pop(key, None)
         return waiting is not None or running is not None

@@ -14,26 +14,22 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from hocket.errors import InvalidRequest
+from hocket.execution.grammars import CompiledGrammar
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.speculation import DraftSource, MTPDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import NoPrefixCache, Prefix, PrefixCache, PrefixCaching
 from hocket.model.transformer import Transformer
-from hocket.types import (
-    FinishReason,
-    RequestKey,
-    SamplingParams,
-    StoppingParams,
-    TokenLogprobs,
-    Usage,
-)
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import FinishReason, RequestKey, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRequest:
     """One prompt. `num_drafts` None takes the engine's; `key` names it for a draft source; requests
-    of different `tenant_salt` share no cached prefix."""
+    of different `tenant_salt` share no cached prefix; `grammar` is what `sampling.grammar` was
+    compiled to."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -41,16 +37,19 @@ class LocalRequest:
     num_drafts: int | None = None
     key: RequestKey | None = None
     tenant_salt: bytes = b""
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """One finished output; `logprobs` is empty or one per token."""
+    """One finished output; `logprobs` is empty or one per token, `prompt_logprobs` begin with the
+    second token of the prompt."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
@@ -169,7 +168,9 @@ class LocalEngine:
     def _admit(self, index: int, request: LocalRequest) -> _Running | None:
         """Takes blocks for prompt and output, cached ones first; None when too few are free."""
         pool, size = self.cache.pool, self.cache.layout.block_tokens
-        prefix = self.prefixes.prefix(request.token_ids, request.tenant_salt)
+        prefix = self.prefixes.prefix(
+            request.token_ids, request.tenant_salt, request.sampling.prompt_logprobs is not None
+        )
         hits = self.prefixes.look_up(prefix)
         num_new = self._num_blocks(request) - hits.num_blocks
         if num_new + hits.num_free > pool.num_free:
@@ -184,6 +185,7 @@ class LocalEngine:
             block_table=shared + pool.allocate(num_new),
             num_computed=max(0, len(shared) * size - 1),
             num_shared=len(shared) * size,
+            grammar=request.grammar,
         )
         num_drafts = self.limits.num_drafts if request.num_drafts is None else request.num_drafts
         return _Running(index, sequence, num_drafts, prefix)
@@ -209,4 +211,5 @@ def _result(request: _Running) -> LocalResult:
             cached_tokens=max(0, sequence.num_shared - 1),
             drafts=sequence.drafts,
         ),
+        prompt_logprobs=tuple(sequence.prompt_logprobs),
     )

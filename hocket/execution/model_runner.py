@@ -16,20 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from hocket.errors import ConfigError, InternalError
+from hocket.execution.acceptance import Acceptance
 from hocket.execution.damage import refuse_nan
 from hocket.execution.passes import Passes
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence
-from hocket.execution.speculation import DraftSource, append_until_finished, count_accepted
+from hocket.execution.speculation import DraftSource, accept, append_until_finished
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
-from hocket.types import FinishReason, SamplingParams, TokenLogprobs
+from hocket.request_params import SamplingParams
+from hocket.types import FinishReason, TokenLogprobs
+
+SCORED_ROWS = 64
+"""Rows of a prompt whose logits are computed at a time: a vocabulary is wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +76,23 @@ class ModelRunner:
         cache: PagedCache,
         draft_source: DraftSource | None = None,
         passes: Passes | None = None,
+        synthetic_acceptance: float = 0.0,
     ) -> None:
-        """`passes` None: the model's own, in step with nobody."""
+        """`passes` None: the model's own, in step with nobody. `synthetic_acceptance`: keep drafts
+        at this rate, for speed benchmarks only; 0: off."""
         self.model = model
         self.cache = cache
         self.sampler = Sampler(model.config.vocab_size, cache.device)
         self._draft_source = draft_source
         self._passes = passes or model
+        self._acceptance = Acceptance(self.sampler, synthetic_acceptance)
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[FirstToken | None]:
         """Compute one chunk of each sequence; None for a chunk that does not end its prompt.
 
-        A first token is appended to its sequence, whose `pending_hidden` becomes [1, H].
+        A first token is appended to its sequence, whose `pending_hidden` becomes [1, H]. Prompt
+        logprobs that are asked for are left in `Sequence.prompt_logprobs`.
         """
         parts: list[SequenceInput] = []
         num_shared = [chunk.sequence.num_shared for chunk in chunks]
@@ -95,6 +105,7 @@ class ModelRunner:
             parts.append((sequence.token_ids[first:end], first, sequence.block_table))
         sequences = [chunk.sequence for chunk in chunks]
         hidden_TH = self._forward(parts, sequences, num_shared)
+        scored = self._score_prompts(chunks, hidden_TH)
         if self.model.has_mtp:
             self._write_mtp_entries(chunks, hidden_TH)
 
@@ -106,9 +117,10 @@ class ModelRunner:
         ]
         first_tokens = iter(self._first_tokens(ends, hidden_TH))
         results: list[FirstToken | None] = []
-        for chunk in chunks:
+        for chunk, prompt_logprobs in zip(chunks, scored, strict=True):
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
+            sequence.prompt_logprobs += prompt_logprobs
             is_end = sequence.num_computed == sequence.num_tokens
             results.append(_begin_output(sequence, *next(first_tokens)) if is_end else None)
         return results
@@ -167,30 +179,22 @@ class ModelRunner:
             params += [sequence.sampling] * len(tokens)
             positions += range(sequence.num_tokens, sequence.num_tokens + len(tokens))
         hidden_TH = self._forward(parts, sequences)
-        logits_TV = self.model.logits(hidden_TH)
-        sampled_T = self._sample(logits_TV, params, positions)
-        sampled = sampled_T.tolist()
-
-        spans: list[range] = []
-        accepted: list[int] = []
-        start = 0
-        for proposed in drafts:
-            end = start + len(proposed) + 1
-            accepted.append(count_accepted(proposed, sampled[start:end]))
-            spans.append(range(start, start + accepted[-1] + 1))
-            start = end
-        logprobs = self._logprobs(logits_TV, sampled_T, params, spans)
+        raw_TV = self.model.logits(hidden_TH)
+        logits_TV = self._constrained(raw_TV, sequences, drafts)
+        emitted = self._accept(sequences, drafts, logits_TV, params, positions)
+        starts = accumulate((len(proposed) + 1 for proposed in drafts), initial=0)
+        spans = [range(i, i + len(tokens)) for i, tokens in zip(starts, emitted, strict=False)]
+        logprobs = self._logprobs(raw_TV, emitted, params, spans)
         outputs: list[DecodeOutput] = []
         for i, sequence in enumerate(sequences):
             span = spans[i]
-            tokens = sampled[span.start : span.stop]
-            num_emitted, reason = append_until_finished(sequence, tokens)
+            num_emitted, reason = append_until_finished(sequence, emitted[i])
             self._commit(sequence, hidden_TH[span.start : span.start + num_emitted])
-            num_accepted = min(accepted[i], num_emitted)
+            num_accepted = min(len(span) - 1, num_emitted)
             sequence.drafts = sequence.drafts.add_step(len(drafts[i]), num_accepted, num_emitted)
             outputs.append(
                 DecodeOutput(
-                    token_ids=tuple(tokens[:num_emitted]),
+                    token_ids=tuple(emitted[i][:num_emitted]),
                     logprobs=tuple(logprobs[row] for row in span[:num_emitted] if row in logprobs),
                     finish_reason=reason,
                     num_drafted=len(drafts[i]),
@@ -198,6 +202,40 @@ class ModelRunner:
                 )
             )
         return outputs
+
+    def _accept(
+        self,
+        sequences: Seq[Sequence],
+        drafts: Seq[Seq[int]],
+        logits_TV: Tensor,
+        params: Seq[SamplingParams],
+        positions: Seq[int],
+    ) -> list[list[int]]:
+        """The tokens that each sequence emits."""
+        sampled = self._sample(logits_TV, params, positions).tolist()
+        emitted: list[list[int]] = []
+        start = 0
+        for sequence, proposed in zip(sequences, drafts, strict=True):
+            end = start + len(proposed) + 1
+            is_kept = self._acceptance.keeps(sequence, proposed, logits_TV[start : end - 1])
+            emitted.append(accept(proposed, sampled[start:end], is_kept))
+            start = end
+        return emitted
+
+    def _constrained(
+        self, logits_NV: Tensor, sequences: Seq[Sequence], drafts: Seq[Seq[int]]
+    ) -> Tensor:
+        """The logits that are sampled: row j of a sequence follows its tokens and j drafts. A copy
+        where anything changes, as logprobs are of the model's own."""
+        if not any(sequence.is_constrained for sequence in sequences):
+            return logits_NV
+        logits_NV = logits_NV.clone()
+        start = 0
+        for sequence, proposed in zip(sequences, drafts, strict=True):
+            end = start + len(proposed) + 1
+            sequence.constrain(logits_NV[start:end], proposed)
+            start = end
+        return logits_NV
 
     def hidden_state_bytes(self, hidden_H: Tensor) -> bytes:
         """A hidden state as it crosses to a decode worker: H elements of the model's dtype."""
@@ -238,16 +276,33 @@ class ModelRunner:
         if not ends:
             return []
         hidden_NH = hidden_TH[torch.tensor([row for _, row in ends], device=hidden_TH.device)]
-        logits_NV = self.model.logits(hidden_NH)
-        params = [sequence.sampling for sequence, _ in ends]
-        positions = [sequence.num_tokens for sequence, _ in ends]
-        sampled_N = self._sample(logits_NV, params, positions)
+        raw_NV = self.model.logits(hidden_NH)
+        sequences = [sequence for sequence, _ in ends]
+        params = [sequence.sampling for sequence in sequences]
+        logits_NV = self._constrained(raw_NV, sequences, [()] * len(ends))
+        sampled = self._sample(logits_NV, params, [s.num_tokens for s in sequences]).tolist()
         spans = [range(row, row + 1) for row in range(len(ends))]
-        logprobs = self._logprobs(logits_NV, sampled_N, params, spans)
-        return [
-            (token, logprobs.get(row), hidden_NH[row])
-            for row, token in enumerate(sampled_N.tolist())
-        ]
+        logprobs = self._logprobs(raw_NV, [[token] for token in sampled], params, spans)
+        return [(token, logprobs.get(row), hidden_NH[row]) for row, token in enumerate(sampled)]
+
+    def _score_prompts(
+        self, chunks: Seq[PrefillChunk], hidden_TH: Tensor
+    ) -> list[list[TokenLogprobs]]:
+        """Logprobs of the prompt tokens behind each chunk's rows, where they are asked for."""
+        scored: list[list[TokenLogprobs]] = [[] for _ in chunks]
+        start = 0
+        for chunk, found in zip(chunks, scored, strict=True):
+            sequence, first = chunk.sequence, chunk.sequence.num_computed
+            end = min(first + chunk.num_tokens, sequence.num_client_tokens - 1)
+            if (num_top := sequence.sampling.prompt_logprobs) is not None:
+                for begin in range(first, end, SCORED_ROWS):
+                    tokens = sequence.token_ids[begin + 1 : min(begin + SCORED_ROWS, end) + 1]
+                    row = start + begin - first
+                    logits_NV = self.model.logits(hidden_TH[row : row + len(tokens)])
+                    tokens_N = torch.tensor(tokens, device=logits_NV.device)
+                    found += self.sampler.logprobs(logits_NV, tokens_N, [num_top] * len(tokens))
+            start += chunk.num_tokens
+        return scored
 
     def _sample(
         self, logits_NV: Tensor, params: Seq[SamplingParams], positions: Seq[int]
@@ -257,15 +312,22 @@ class ModelRunner:
         return self.sampler.sample(logits_NV, params, positions)
 
     def _logprobs(
-        self, logits_NV: Tensor, sampled_N: Tensor, params: Seq[SamplingParams], spans: Seq[range]
+        self,
+        logits_NV: Tensor,
+        emitted: Seq[Seq[int]],
+        params: Seq[SamplingParams],
+        spans: Seq[range],
     ) -> dict[int, TokenLogprobs]:
-        """Logprobs of those rows in `spans` whose request asks for them, by row."""
-        num_top = {row: params[row].top_logprobs for span in spans for row in span}
-        wanted = {row: top for row, top in num_top.items() if top is not None}
+        """Logprobs of the tokens emitted by the rows in `spans`, where the request asks for them,
+        by row."""
+        tokens = chain.from_iterable(emitted)
+        rows = zip(chain.from_iterable(spans), tokens, strict=True)
+        wanted = {row: token for row, token in rows if params[row].top_logprobs is not None}
         if not wanted:
             return {}
-        rows_N = torch.tensor(list(wanted), device=logits_NV.device)
-        found = self.sampler.logprobs(logits_NV[rows_N], sampled_N[rows_N], list(wanted.values()))
+        rows_N, tokens_N = torch.tensor([*wanted.items()], device=logits_NV.device).unbind(1)
+        num_top = [params[row].top_logprobs or 0 for row in wanted]
+        found = self.sampler.logprobs(logits_NV[rows_N], tokens_N, num_top)
         return dict(zip(wanted, found, strict=True))
 
     def _commit(self, sequence: Sequence, hidden_EH: Tensor) -> None:

@@ -22,19 +22,26 @@ at c = n - 1 like any imported prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hocket.types import DraftCounts, FinishReason, RequestKey, SamplingParams, StoppingParams
+from hocket.execution.constraints import Constraints
+from hocket.execution.grammars import CompiledGrammar
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import DraftCounts, FinishReason, PromptLogprobs, RequestKey, TokenLogprobs
 
 
 @dataclass
 class Sequence:
     """A running request; mutable, owned by the engine thread.
 
-    `token_ids` is prompt and accepted output; `block_table` covers every slot a step may write.
-    `pending_hidden` is [m, H] in the model's dtype, or None when nothing waits.
+    `token_ids` is prompt and accepted output; the last `num_generated` tokens of the prompt are
+    output of an earlier attempt. `block_table` covers every slot a step may write.
+    `pending_hidden` is [m, H] in the model's dtype, or None when nothing waits. `grammar` is what
+    `sampling.grammar` was compiled to. `prompt_logprobs`: those computed and not told yet, up to
+    that of the token at `num_computed`.
     """
 
     key: RequestKey
@@ -45,8 +52,12 @@ class Sequence:
     block_table: list[int]
     num_computed: int = 0
     num_shared: int = 0
+    num_generated: int = 0
     pending_hidden: Tensor | None = None
+    grammar: CompiledGrammar | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    _constraints: Constraints | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
@@ -54,6 +65,18 @@ class Sequence:
         assert 0 <= self.num_computed < tokens, (self.num_computed, tokens)
         assert self.num_pending <= self.num_computed, (self.num_pending, self.num_computed)
         assert self.num_shared <= self.num_computed + 1, (self.num_shared, self.num_computed)
+        assert (self.grammar is None) == (self.sampling.grammar is None), self.key
+        assert self.num_generated < self.prompt_tokens, (self.num_generated, self.prompt_tokens)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether anything comes between the model's logits and the sampler."""
+        return Constraints.are_needed(self.sampling, self.stopping)
+
+    @property
+    def num_client_tokens(self) -> int:
+        """Tokens of the prompt as the client sent it."""
+        return self.prompt_tokens - self.num_generated
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +109,29 @@ class Sequence:
     def is_prefilled(self) -> bool:
         """Only the newest token lacks KV: the sequence can decode."""
         return self.num_computed == len(self.token_ids) - 1
+
+    def constrain(self, logits_RV: Tensor, drafts: Seq[int] = (), first: int = 0) -> None:
+        """Applies the request's constraints to logits in place: row i follows `token_ids` and the
+        first `first + i` of `drafts`. See `Constraints.apply`."""
+        if not self.is_constrained:
+            return
+        if self._constraints is None:
+            stopping = self.stopping.before(self.num_generated)
+            prompt = self.token_ids[: self.num_client_tokens]
+            self._constraints = Constraints(
+                self.sampling, stopping, prompt, self.grammar, logits_RV.device
+            )
+        num_known = self.num_client_tokens + self._constraints.num_output
+        self._constraints.commit(self.token_ids[num_known:])
+        self._constraints.apply(logits_RV, drafts, first)
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those computed since the last call; None when there are none."""
+        if not self.prompt_logprobs:
+            return None
+        found, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        last = min(self.num_computed, self.num_client_tokens - 1)
+        return PromptLogprobs(self.key, last - len(found) + 1, found)
 
     def finish_reason(self) -> FinishReason | None:
         """Why the output ends with its newest token; None when it goes on."""

@@ -32,12 +32,16 @@ from hocket.types import FinishReason, RequestKey
 MAX_PENDING = 16
 
 
-def count_accepted(drafts: Seq[int], sampled: Seq[int]) -> int:
-    """How many drafts the target's samples confirm; `sampled` has one entry more than `drafts`."""
-    for accepted, (draft, token) in enumerate(zip(drafts, sampled, strict=False)):
-        if draft != token:
-            return accepted
-    return len(drafts)
+def accept(drafts: Seq[int], sampled: Seq[int], is_kept: Seq[bool] = ()) -> list[int]:
+    """The tokens that a step emits: the right drafts, then the target's own next sample.
+
+    `sampled` has one entry more than `drafts`. A draft with `is_kept` is accepted though the target
+    said otherwise (lossy and synthetic acceptance); none is by default.
+    """
+    for index, draft in enumerate(drafts):
+        if draft != sampled[index] and not (is_kept and is_kept[index]):
+            return [*drafts[:index], sampled[index]]
+    return [*drafts, sampled[len(drafts)]]
 
 
 def append_until_finished(sequence: Sequence, tokens: Seq[int]) -> tuple[int, FinishReason | None]:
@@ -108,8 +112,11 @@ class MTPDraftSource:
                 hidden_SH = self._advance([(sequences[r], drafts[r]) for r in rows], hidden_SH)
             drafting = [sequences[row] for row in rows]
             refuse_nan(hidden_SH, [1] * len(rows), drafting, self._cache)
+            logits_SV = self._model.mtp_logits(hidden_SH)
+            for i, row in enumerate(rows):
+                sequences[row].constrain(logits_SV[i : i + 1], drafts[row], first=depth)
             tokens_S = self._sampler.sample(
-                self._model.mtp_logits(hidden_SH),
+                logits_SV,
                 [sequences[row].sampling for row in rows],
                 [sequences[row].num_tokens + depth for row in rows],
             )

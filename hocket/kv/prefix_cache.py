@@ -17,11 +17,17 @@ from hocket.kv.prefix_index import PrefixIndex, block_hashes, prefix_root
 
 @dataclass(slots=True)
 class Prefix:
-    """The named blocks of one request so far; the first `num_indexed` were found or inserted."""
+    """The named blocks of one request so far; the first `num_indexed` were found or inserted.
+    `is_fresh`: what others computed is not for it, as it wants every position of its prompt."""
 
     root: bytes
     names: list[bytes] = field(default_factory=list[bytes])
     num_indexed: int = 0
+    is_fresh: bool = False
+
+    @property
+    def findable(self) -> list[bytes]:
+        return [] if self.is_fresh else self.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,9 @@ class Hits:
 class PrefixCaching(Protocol):
     """What an engine needs of a prefix cache."""
 
-    def prefix(self, token_ids: Sequence[int], tenant_salt: bytes) -> Prefix:
+    def prefix(
+        self, token_ids: Sequence[int], tenant_salt: bytes, is_fresh: bool = False
+    ) -> Prefix:
         """Names the full blocks of a prompt."""
         ...
 
@@ -64,17 +72,20 @@ class PrefixCache:
         self._model_revision = model_revision
         self._block_tokens = block_tokens
 
-    def prefix(self, token_ids: Sequence[int], tenant_salt: bytes) -> Prefix:
+    def prefix(
+        self, token_ids: Sequence[int], tenant_salt: bytes, is_fresh: bool = False
+    ) -> Prefix:
         root = prefix_root(self._model_revision, "", tenant_salt)
-        return Prefix(root, block_hashes(root, token_ids, self._block_tokens))
+        names = block_hashes(root, token_ids, self._block_tokens)
+        return Prefix(root, names, is_fresh=is_fresh)
 
     def claim(self, prefix: Prefix) -> list[int]:
-        blocks = self.entries.claim(prefix.names)
+        blocks = self.entries.claim(prefix.findable)
         prefix.num_indexed = len(blocks)
         return blocks
 
     def look_up(self, prefix: Prefix) -> Hits:
-        blocks = self.entries.match(prefix.names)
+        blocks = self.entries.match(prefix.findable)
         return Hits(len(blocks), self._pool.count_free(blocks))
 
     def index(
@@ -94,7 +105,9 @@ class PrefixCache:
 class NoPrefixCache:
     """Finds nothing, keeps nothing."""
 
-    def prefix(self, token_ids: Sequence[int], tenant_salt: bytes) -> Prefix:
+    def prefix(
+        self, token_ids: Sequence[int], tenant_salt: bytes, is_fresh: bool = False
+    ) -> Prefix:
         return Prefix(b"")
 
     def claim(self, prefix: Prefix) -> list[int]:

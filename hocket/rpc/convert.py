@@ -27,13 +27,10 @@ from hocket.types import (
     Finished,
     FinishReason,
     Joined,
-    Leg,
     Load,
+    PromptLogprobs,
     RequestKey,
     Role,
-    SamplingParams,
-    StartRequest,
-    StoppingParams,
     TokenLogprobs,
     Tokens,
     Usage,
@@ -48,12 +45,6 @@ assert array(_UINT32).itemsize == 4, "no 4-byte unsigned int on this platform"
 
 _ROLE_TO_MESSAGE = {Role.PREFILL: worker.ROLE_PREFILL, Role.DECODE: worker.ROLE_DECODE}
 _ROLE_FROM_MESSAGE = {number: role for role, number in _ROLE_TO_MESSAGE.items()}
-_LEG_TO_MESSAGE = {
-    Leg.PREFILL: worker.LEG_PREFILL,
-    Leg.DECODE: worker.LEG_DECODE,
-    Leg.WHOLE: worker.LEG_WHOLE,
-}
-_LEG_FROM_MESSAGE = {number: leg for leg, number in _LEG_TO_MESSAGE.items()}
 _REASON_TO_MESSAGE = {
     None: generation.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: generation.FINISH_REASON_STOP,
@@ -109,7 +100,7 @@ def finish_reason_to_message(reason: FinishReason | None) -> generation.FinishRe
 
 def finish_reason_from_message(reason: generation.FinishReason) -> FinishReason | None:
     """The inverse of `finish_reason_to_message`. Raises ValueError for an unknown number."""
-    return _known(_REASON_FROM_MESSAGE, reason, "finish reason")
+    return known(_REASON_FROM_MESSAGE, reason, "finish reason")
 
 
 def fingerprint_to_message(fingerprint: Fingerprint) -> worker.Fingerprint:
@@ -145,7 +136,7 @@ def description_to_message(description: WorkerDescription) -> worker.WorkerDescr
 def description_from_message(message: worker.WorkerDescription) -> WorkerDescription:
     """The inverse of `description_to_message`. Raises ValueError for an unknown role."""
     return WorkerDescription(
-        role=_known(_ROLE_FROM_MESSAGE, message.role, "role"),
+        role=known(_ROLE_FROM_MESSAGE, message.role, "role"),
         fingerprint=fingerprint_from_message(message.fingerprint),
         load=load_from_message(message.load),
         **_values(message, _DESCRIPTION_FIELDS),
@@ -236,79 +227,6 @@ def bundle_from_message(message: worker.Bundle) -> Bundle:
     )
 
 
-def start_to_messages(
-    request: StartRequest, piece_tokens: int
-) -> tuple[worker.Start, list[worker.StartPiece]]:
-    """A Start with at most `piece_tokens` prompt tokens, and the pieces with the rest."""
-    sampling, stopping = request.sampling, request.stopping
-    key = key_to_message(request.key)
-    token_ids = request.token_ids
-    start = worker.Start(
-        key=key,
-        prompt_tokens=len(token_ids),
-        token_ids=pack_tokens(token_ids[:piece_tokens]),
-        sampling=generation.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
-        stopping=generation.Stopping(
-            max_tokens=stopping.max_tokens,
-            stop_token_ids=sorted(stopping.stop_token_ids),
-        ),
-        top_logprobs=sampling.top_logprobs,
-        max_draft_tokens=request.max_draft_tokens,
-        deadline_ms=max(0, round(request.deadline_s * 1000)),
-        leg=_LEG_TO_MESSAGE[request.leg],
-        export=None if request.export is None else handle_to_message(request.export),
-        generated_tokens=request.generated_tokens,
-        tenant_salt=request.tenant_salt,
-        choice=sampling.choice,
-    )
-    pieces = [
-        worker.StartPiece(
-            key=key, offset=offset, token_ids=pack_tokens(token_ids[offset : offset + piece_tokens])
-        )
-        for offset in range(piece_tokens, len(token_ids), piece_tokens)
-    ]
-    return start, pieces
-
-
-def start_from_message(message: worker.Start, token_ids: tuple[int, ...]) -> StartRequest:
-    """The request of a Start whose prompt, pieces included, is `token_ids`.
-
-    Raises ValueError for an unknown leg.
-    """
-    sampling = message.sampling
-    has_logprobs = message.HasField("top_logprobs")
-    has_drafts = message.HasField("max_draft_tokens")
-    return StartRequest(
-        key=key_from_message(message.key),
-        token_ids=token_ids,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            choice=message.choice,
-            top_logprobs=message.top_logprobs if has_logprobs else None,
-        ),
-        stopping=StoppingParams(
-            max_tokens=message.stopping.max_tokens,
-            stop_token_ids=frozenset(message.stopping.stop_token_ids),
-        ),
-        leg=_known(_LEG_FROM_MESSAGE, message.leg, "leg"),
-        deadline_s=message.deadline_ms / 1000,
-        export=handle_from_message(message.export) if message.HasField("export") else None,
-        max_draft_tokens=message.max_draft_tokens if has_drafts else None,
-        generated_tokens=message.generated_tokens,
-        tenant_salt=message.tenant_salt,
-    )
-
-
 def event_to_message(event: Event) -> worker.Event:
     """Any event of a leg, with its key."""
     message = worker.Event()
@@ -323,6 +241,9 @@ def event_to_message(event: Event) -> worker.Event:
             if event.step is not None:
                 tokens.step.drafted_tokens = event.step.drafted_tokens
                 tokens.step.accepted_tokens = event.step.accepted_tokens
+        case PromptLogprobs():
+            message.prompt_logprobs.first_position = event.first_position
+            message.prompt_logprobs.logprobs.extend(map(logprobs_to_message, event.logprobs))
         case Begun():
             message.begun.export.CopyFrom(handle_to_message(event.export))
         case Joined():
@@ -357,6 +278,13 @@ def _tokens(key: RequestKey, message: worker.Event) -> Event:
     return Tokens(key, tokens.output_index, unpack_tokens(tokens.token_ids), logprobs, step)
 
 
+def _prompt_logprobs(key: RequestKey, message: worker.Event) -> Event:
+    found = message.prompt_logprobs
+    return PromptLogprobs(
+        key, found.first_position, tuple(map(logprobs_from_message, found.logprobs))
+    )
+
+
 def _begun(key: RequestKey, message: worker.Event) -> Event:
     return Begun(key, handle_from_message(message.begun.export))
 
@@ -383,6 +311,7 @@ def _failed(key: RequestKey, message: worker.Event) -> Event:
 
 _EVENT_FROM_MESSAGE: dict[str, Callable[[RequestKey, worker.Event], Event]] = {
     "tokens": _tokens,
+    "prompt_logprobs": _prompt_logprobs,
     "begun": _begun,
     "joined": _joined,
     "finished": _finished,
@@ -394,7 +323,8 @@ def _values(source: object, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _known(names: Mapping[Any, _Name], number: int, what: str) -> _Name:
+def known(names: Mapping[Any, _Name], number: int, what: str) -> _Name:
+    """What an enum's number stands for. Raises ValueError for an unknown one."""
     if number not in names:
         raise ValueError(f"unknown {what} {number}")
     return names[number]

@@ -26,13 +26,8 @@ import grpc
 from hocket.errors import HocketError, InternalError
 from hocket.logs import about
 from hocket.rpc import worker_pb2 as worker
-from hocket.rpc.convert import (
-    event_to_message,
-    key_from_message,
-    load_to_message,
-    start_from_message,
-    unpack_tokens,
-)
+from hocket.rpc.convert import event_to_message, key_from_message, load_to_message, unpack_tokens
+from hocket.rpc.convert_start import start_from_message
 from hocket.rpc.session_state import PartialStart, SessionState
 from hocket.rpc.status import failed_from_error
 from hocket.types import (

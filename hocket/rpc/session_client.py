@@ -31,8 +31,8 @@ from hocket.rpc.convert import (
     key_from_message,
     key_to_message,
     load_from_message,
-    start_to_messages,
 )
+from hocket.rpc.convert_start import start_to_messages
 from hocket.rpc.status import failed_from_error
 from hocket.types import (
     PROTOCOL_VERSION,

@@ -45,7 +45,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "group", "rank", "group_size", "fingerprint", "protocol_version", "model", "num_blocks", "block_tokens", "max_context_tokens", "max_prompt_tokens", "max_draft_tokens", "load", "is_draining", "transport", "has_mtp", "block_bytes", "address", "metrics_address", "has_prefix_cache")
+    __slots__ = ("worker_id", "epoch", "role", "group", "rank", "group_size", "fingerprint", "protocol_version", "model", "num_blocks", "block_tokens", "max_context_tokens", "max_prompt_tokens", "max_draft_tokens", "load", "is_draining", "transport", "has_mtp", "block_bytes", "address", "metrics_address", "has_prefix_cache", "synthetic_acceptance")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class WorkerDescription(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HAS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: Role
@@ -90,7 +91,8 @@ class WorkerDescription(_message.Message):
     address: str
     metrics_address: str
     has_prefix_cache: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., group_size: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: _Optional[bool] = ..., transport: _Optional[str] = ..., has_mtp: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., has_prefix_cache: _Optional[bool] = ...) -> None: ...
+    synthetic_acceptance: float
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., group_size: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., is_draining: _Optional[bool] = ..., transport: _Optional[str] = ..., has_mtp: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., has_prefix_cache: _Optional[bool] = ..., synthetic_acceptance: _Optional[float] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("weights", "kv_layout", "block_tokens", "dtype", "numerics")
@@ -193,7 +195,7 @@ class OpenSession(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., received_events: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("key", "prompt_tokens", "token_ids", "sampling", "stopping", "top_logprobs", "max_draft_tokens", "deadline_ms", "leg", "export", "generated_tokens", "tenant_salt", "choice")
+    __slots__ = ("key", "prompt_tokens", "token_ids", "sampling", "stopping", "top_logprobs", "max_draft_tokens", "deadline_ms", "leg", "export", "generated_tokens", "tenant_salt", "choice", "prompt_logprobs", "grammar", "typical_acceptance")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,9 @@ class Start(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_tokens: int
     token_ids: bytes
@@ -220,7 +225,10 @@ class Start(_message.Message):
     generated_tokens: int
     tenant_salt: bytes
     choice: int
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., leg: _Optional[_Union[Leg, str]] = ..., export: _Optional[_Union[ExportHandle, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., choice: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    grammar: _generation_pb2.Grammar
+    typical_acceptance: _generation_pb2.TypicalAcceptance
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., leg: _Optional[_Union[Leg, str]] = ..., export: _Optional[_Union[ExportHandle, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., choice: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., typical_acceptance: _Optional[_Union[_generation_pb2.TypicalAcceptance, _Mapping]] = ...) -> None: ...
 
 class StartPiece(_message.Message):
     __slots__ = ("key", "offset", "token_ids")
@@ -259,20 +267,22 @@ class SessionEvents(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., worker_epoch: _Optional[int] = ..., received_commands: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("key", "begun", "joined", "tokens", "finished", "failed")
+    __slots__ = ("key", "begun", "joined", "tokens", "finished", "failed", "prompt_logprobs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     begun: Begun
     joined: Joined
     tokens: Tokens
     finished: Finished
     failed: Failed
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("export",)
@@ -293,6 +303,14 @@ class Joined(_message.Message):
     recomputed: bool
     recompute_reason: str
     def __init__(self, imported_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., recomputed: _Optional[bool] = ..., recompute_reason: _Optional[str] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_position", "logprobs")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
+    def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("output_index", "token_ids", "logprobs", "step")

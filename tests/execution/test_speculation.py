@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hocket.execution.sequence import Sequence
 from hocket.execution.speculation import (
     ScriptedDraftSource,
+    accept,
     append_until_finished,
-    count_accepted,
 )
-from hocket.types import FinishReason, RequestKey, SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import FinishReason, RequestKey
 
 tokens = st.integers(0, 3)
 
@@ -31,13 +32,27 @@ def sequence_of(
 
 
 @given(st.lists(tokens, max_size=5), st.data())
-def test_accepted_drafts_are_the_longest_right_prefix(
+def test_a_step_emits_the_longest_right_prefix_and_one_token_more(
     drafts: list[int], data: st.DataObject
 ) -> None:
     sampled = data.draw(st.lists(tokens, min_size=len(drafts) + 1, max_size=len(drafts) + 1))
-    accepted = count_accepted(drafts, sampled)
-    assert drafts[:accepted] == sampled[:accepted]
+    emitted = accept(drafts, sampled)
+    accepted = len(emitted) - 1
+    assert emitted == sampled[: accepted + 1]
     assert accepted == len(drafts) or drafts[accepted] != sampled[accepted]
+
+
+@given(st.lists(st.tuples(tokens, st.booleans()), max_size=5), st.data())
+def test_a_kept_draft_is_emitted_whatever_the_target_said(
+    kept: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    drafts, is_kept = [draft for draft, _ in kept], [keep for _, keep in kept]
+    sampled = data.draw(st.lists(tokens, min_size=len(drafts) + 1, max_size=len(drafts) + 1))
+    emitted = accept(drafts, sampled, is_kept)
+    accepted = len(emitted) - 1
+    assert emitted == [*drafts[:accepted], sampled[accepted]]
+    assert all(is_kept[i] or drafts[i] == sampled[i] for i in range(accepted))
+    assert accepted == len(drafts) or not is_kept[accepted]
 
 
 @given(st.lists(tokens, min_size=1, max_size=8), st.integers(1, 9), st.sets(tokens, max_size=2))

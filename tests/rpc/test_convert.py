@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.rpc import convert
+from hocket.request_params import (
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    StoppingParams,
+    TypicalAcceptance,
+)
+from hocket.rpc import convert, convert_start
 from hocket.rpc import worker_pb2 as worker
 from hocket.types import (
     Begun,
@@ -24,11 +32,10 @@ from hocket.types import (
     Joined,
     Leg,
     Load,
+    PromptLogprobs,
     RequestKey,
     Role,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     TokenLogprobs,
     Tokens,
     Usage,
@@ -56,6 +63,7 @@ METADATA = st.dictionaries(TEXT, TEXT, max_size=3).map(lambda d: tuple(sorted(d.
 EVENT = st.one_of(
     st.builds(Begun, KEY, HANDLE),
     st.builds(Joined, KEY, U64, TEXT, U32, st.booleans(), TEXT),
+    st.builds(PromptLogprobs, KEY, U32, st.lists(LOGPROBS, max_size=3).map(tuple)),
     st.builds(
         Tokens,
         KEY,
@@ -72,14 +80,26 @@ DESCRIPTION = st.builds(
     **{f.name: TEXT if f.type == "str" else U32 for f in dataclasses.fields(WorkerDescription)}
     | {"epoch": U64, "block_bytes": U64, "role": st.sampled_from(Role), "load": LOAD}
     | {"fingerprint": FINGERPRINT}
+    | {"synthetic_acceptance": F32}
     | dict.fromkeys(("has_mtp", "has_prefix_cache", "is_draining"), st.booleans()),
+)
+GRAMMAR = st.one_of(
+    st.builds(Grammar, st.sampled_from([k for k in GrammarKind if k.value != "choice"]), TEXT),
+    st.lists(TEXT, max_size=3).map(lambda texts: Grammar(GrammarKind.CHOICE, json.dumps(texts))),
+)
+SAMPLING = st.builds(
+    SamplingParams,
+    *(F32, U32, F32, F32, U64, U32, st.none() | U32, st.none() | U32, F32, F32, F32),
+    st.dictionaries(U32, F32, max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
+    st.none() | GRAMMAR,
+    st.none() | st.builds(TypicalAcceptance, F32, F32),
 )
 START = st.builds(
     StartRequest,
     key=KEY,
     token_ids=IDS,
-    sampling=st.builds(SamplingParams, F32, U32, F32, F32, U64, U32, st.none() | U32),
-    stopping=st.builds(StoppingParams, U32, st.frozensets(U32, max_size=3)),
+    sampling=SAMPLING,
+    stopping=st.builds(StoppingParams, U32, st.frozensets(U32, max_size=3), U32),
     leg=st.sampled_from(Leg),
     deadline_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
     export=st.none() | HANDLE,
@@ -124,7 +144,7 @@ def test_a_value_comes_back_as_it_went(
 def test_a_start_and_its_pieces_come_back_as_one_request(
     request: StartRequest, piece_tokens: int
 ) -> None:
-    start, pieces = convert.start_to_messages(request, piece_tokens)
+    start, pieces = convert_start.start_to_messages(request, piece_tokens)
     start = sent(start)
     token_ids = list(convert.unpack_tokens(start.token_ids))
     for piece in map(sent, pieces):
@@ -132,12 +152,13 @@ def test_a_start_and_its_pieces_come_back_as_one_request(
         assert convert.key_from_message(piece.key) == request.key
         token_ids += convert.unpack_tokens(piece.token_ids)
     assert len(token_ids) == start.prompt_tokens
-    assert convert.start_from_message(start, tuple(token_ids)) == request
+    assert convert_start.start_from_message(start, tuple(token_ids)) == request
 
 
 def test_every_kind_of_event_is_covered() -> None:
     kinds = {f.name for f in worker.Event.DESCRIPTOR.oneofs_by_name["event"].fields}
-    assert kinds == {kind.__name__.lower() for kind in Event.__args__}
+    names = {"PromptLogprobs": "prompt_logprobs"}
+    assert kinds == {names.get(k.__name__, k.__name__.lower()) for k in Event.__args__}
 
 
 def test_tokens_are_little_endian_uint32() -> None:
@@ -154,6 +175,6 @@ def test_what_a_peer_must_not_leave_out_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown role"):
         convert.description_from_message(worker.WorkerDescription())
     with pytest.raises(ValueError, match="unknown leg"):
-        convert.start_from_message(worker.Start(), ())
+        convert_start.start_from_message(worker.Start(), ())
     with pytest.raises(ValueError, match="unknown kind"):
         convert.event_from_message(worker.Event())

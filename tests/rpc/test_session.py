@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from hocket.errors import Overloaded
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc.clients import server_options
 from hocket.rpc.session import SessionLimits, SessionServer
@@ -25,9 +26,7 @@ from hocket.types import (
     Leg,
     Load,
     RequestKey,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
     Usage,
 )
@@ -440,7 +439,7 @@ async def test_an_idle_worker_tells_its_load_by_pulse() -> None:
 async def test_repeated_commands_are_ignored() -> None:
     async with running_worker() as worker_process:
         channel = grpc.aio.insecure_channel(worker_process.address)
-        from hocket.rpc.convert import start_to_messages
+        from hocket.rpc.convert_start import start_to_messages
         from hocket.rpc.worker_pb2_grpc import WorkerStub
 
         stub: Any = WorkerStub(channel)

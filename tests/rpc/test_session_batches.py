@@ -10,19 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
-from hocket.rpc.convert import event_from_message, start_to_messages
+from hocket.rpc.convert import event_from_message
+from hocket.rpc.convert_start import start_to_messages
 from hocket.rpc.session import MAX_BATCH_EVENTS, SessionLimits, SessionServer
 from hocket.rpc.session_client import BATCH_BYTES, SessionClient
-from hocket.types import (
-    Leg,
-    Load,
-    RequestKey,
-    SamplingParams,
-    StartRequest,
-    StoppingParams,
-    Tokens,
-)
+from hocket.types import Leg, Load, RequestKey, StartRequest, Tokens
 
 LONG_S = 3600.0
 
