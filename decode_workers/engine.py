@@ -34,7 +34,6 @@ from hocket.errors import (
     HocketError,
     InternalError,
 )
-from hocket.execution.damage import at_fault
 from hocket.execution.engine_thread import (
     PULSE_S,
     BeginDrain,
@@ -51,6 +50,7 @@ from hocket.logs import about
 from hocket.parallel.lockstep import Alone, StepTogether, Wish
 from hocket.rpc.status import failed_from_error
 from hocket.scheduling.chunk_planner import PlannedChunk
+from hocket.scheduling.draft_controller import DraftController, DraftRequest, fixed_drafts
 from hocket.types import (
     Event,
     Finished,
@@ -82,9 +82,11 @@ class DecodeEngine:
         together: StepTogether | None = None,
         prefixes: PrefixCaching | None = None,
         grammars: GrammarRequests | None = None,
+        drafts: DraftController | None = None,
     ) -> None:
         """`together`: this rank's place in its expert-parallel group, if it has one. `prefixes`
         None: no request uses what another computed. `grammars` None: one that wants one fails.
+        `drafts` None: always as many as the scheduler allows.
 
         `can_recompute`: a hand-off that broke is computed here instead of failing its request.
         One that prefill gave up on purpose, or that must not be, fails it in any case."""
@@ -95,7 +97,10 @@ class DecodeEngine:
         self._together = together or Alone()
         self._pool = runner.cache.pool
         block_tokens = runner.cache.layout.block_tokens
-        self._seats = Seats(self._pool, prefixes or NoPrefixCache(), block_tokens)
+        self._seats = Seats(
+            self._pool, prefixes or NoPrefixCache(), block_tokens, runner.start_behind
+        )
+        self._drafts = drafts or fixed_drafts(scheduler.policy.draft_tokens)
         self._grammars = grammars or GrammarRequests(None)
         self._live: dict[RequestKey, LiveRequest] = {}
         self._events: list[Event] = []
@@ -252,11 +257,12 @@ class DecodeEngine:
         key, bundle = imported.key, imported.bundle
         if bundle.first_token >= self._scheduler.limits.vocabulary_size:
             raise InternalError(f"prefill's first token is {bundle.first_token}, no token here")
-        hidden_H = None
+        hidden_RH = None
         if bundle.finish_reason is None:
-            hidden_H = self._runner.load_hidden_state(bundle.hidden_state)
+            prompt_tokens = len(live.request.token_ids)
+            hidden_RH = self._runner.load_hidden_state(bundle.hidden_state, prompt_tokens)
         live.cached_tokens = bundle.usage.cached_tokens
-        self._seats.begin_imported(live, bundle.first_token, hidden_H)
+        self._seats.begin_imported(live, bundle.first_token, hidden_RH)
         self._seats.publish(live)
         self._scheduler.join(key)
         num_found = self._seats.hit_tokens(live)
@@ -268,24 +274,35 @@ class DecodeEngine:
         """One step, together with the group's other ranks; False when nobody has anything to
         compute."""
         chunks = self._scheduler.plan_chunks()
-        sequences = [self._live[planned.key].running for planned in plan]
-        num_drafts = [planned.num_drafts for planned in plan]
-        draft_passes = self._runner.count_draft_passes(sequences, num_drafts)
-        with self._together.step(Wish(bool(chunks), draft_passes, bool(plan))) as is_step:
+        proposal = self._drafts.propose([self._draft_request(planned) for planned in plan])
+        wish = Wish(bool(chunks), bool(plan), proposal.offer)
+        with self._together.step(wish) as agreement:
+            if agreement is None:
+                return False
+            num_drafts = self._drafts.allot_agreed(proposal, agreement)
             if chunks:
                 self._prefill(chunks, now)
             if plan:
-                self._decode(plan, now)
-        if plan or (is_step and not chunks):
+                self._decode([planned.key for planned in plan], num_drafts, now)
+                if not chunks and (times := self._runner.last_step) is not None:
+                    self._drafts.observe_step(*times)
+        if plan or not chunks:
             self._decode_steps += 1
-        return is_step
+        return True
+
+    def _draft_request(self, planned: PlannedDecode) -> DraftRequest:
+        sequence = self._live[planned.key].running
+        cap = min(planned.num_drafts, self._runner.draft_limit(sequence))
+        is_greedy = sequence.sampling.is_greedy
+        return DraftRequest(planned.key, cap, sequence.num_pending, is_greedy=is_greedy)
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """Computes prompt chunks of requests whose KV was not handed over."""
         chunks = [PrefillChunk(self._live[c.key].running, c.num_tokens) for c in plan]
         first_tokens = self._prefill_failures.run(
             lambda: self._runner.prefill(chunks),
-            lambda error: self._end(at_fault(error, [chunk.key for chunk in plan]), error, now),
+            [chunk.key for chunk in plan],
+            lambda failed, error: self._end(failed, error, now),
         )
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
             self._scheduler.computed(chunk)
@@ -302,19 +319,21 @@ class DecodeEngine:
                 logprobs = () if first.logprobs is None else (first.logprobs,)
                 self._emit(chunk.key, (first.token_id,), logprobs, first.finish_reason)
 
-    def _decode(self, plan: list[PlannedDecode], now: float) -> None:
+    def _decode(self, keys: list[RequestKey], num_drafts: list[int], now: float) -> None:
         """One decode step over the whole batch."""
-        sequences = [self._live[planned.key].running for planned in plan]
+        sequences = [self._live[key].running for key in keys]
         outputs = self._decode_failures.run(
-            lambda: self._runner.decode(sequences, [planned.num_drafts for planned in plan]),
-            lambda error: self._end(at_fault(error, [p.key for p in plan]), error, now),
+            lambda: self._runner.decode(sequences, num_drafts),
+            keys,
+            lambda failed, error: self._end(failed, error, now),
         )
-        self._decode_batch_sum += len(plan)
-        for planned, output in zip(plan, outputs or (), strict=bool(outputs)):
+        self._decode_batch_sum += len(keys)
+        for key, output in zip(keys, outputs or (), strict=bool(outputs)):
             self._emitted_tokens += len(output.token_ids)
-            self._seats.publish(self._live[planned.key])
+            self._drafts.observe(key, output.num_drafted, output.num_accepted)
+            self._seats.publish(self._live[key])
             step = VerifyStep(output.num_drafted, output.num_accepted)
-            self._emit(planned.key, output.token_ids, output.logprobs, output.finish_reason, step)
+            self._emit(key, output.token_ids, output.logprobs, output.finish_reason, step)
 
     def _emit(
         self,
@@ -344,6 +363,7 @@ class DecodeEngine:
 
     def _release(self, key: RequestKey) -> None:
         self._grammars.discard(key)
+        self._drafts.forget(key)
         live = self._live.pop(key, None)
         if live is not None:
             self._seats.leave(live)

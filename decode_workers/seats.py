@@ -11,6 +11,7 @@ way. The blocks of one request, f hits of the prefix cache and p blocks of the p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -75,7 +76,15 @@ class LiveRequest:
 class Seats:
     """The blocks of all requests of one worker. The engine thread owns it."""
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixCaching, block_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        prefixes: PrefixCaching,
+        block_tokens: int,
+        start_behind: Callable[[int], int],
+    ) -> None:
+        """`start_behind`: the runner's."""
+        self._start_behind = start_behind
         self._pool = pool
         self._prefixes = prefixes
         self._block_tokens = block_tokens
@@ -111,9 +120,9 @@ class Seats:
         return live.num_hits * self._block_tokens
 
     def cached_tokens(self, live: LiveRequest) -> int:
-        """Of these, those that are not computed again, were the prompt computed here: the last one
-        is, for its hidden state."""
-        return max(0, self.hit_tokens(live) - 1)
+        """Of these, those that are not computed again, were the prompt computed here: the last ones
+        are, for their hidden states."""
+        return self._start_behind(self.hit_tokens(live))
 
     def begin_sequence(self, live: LiveRequest, request: StartRequest) -> None:
         """The prompt of `request`, with what was put out before, is to be computed here."""
@@ -134,9 +143,9 @@ class Seats:
         if not live.has_given_way:
             live.cached_tokens = min(cached_tokens, live.prompt_tokens)
 
-    def begin_imported(self, live: LiveRequest, first_token: int, hidden_H: Tensor | None) -> None:
-        """The prompt is here: the sequence goes on with its first token, and the hidden state
-        before it."""
+    def begin_imported(self, live: LiveRequest, first_token: int, hidden_RH: Tensor | None) -> None:
+        """The prompt is here: the sequence goes on with its first token, and the hidden states
+        before it, of which the last one is not in the MTP entries yet."""
         request = live.request
         live.sequence = Sequence(
             key=request.key,
@@ -149,7 +158,8 @@ class Seats:
             num_shared=self.hit_tokens(live),
             num_generated=request.generated_tokens,
             grammar=live.grammar,
-            pending_hidden=None if hidden_H is None else hidden_H[None],
+            pending_hidden=hidden_RH,
+            num_context=0 if hidden_RH is None else hidden_RH.shape[0] - 1,
         )
 
     def publish(self, live: LiveRequest) -> None:

@@ -32,6 +32,8 @@ from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import HandOffFailed, HocketError
+from hocket.execution.draft_collector import DraftCollector
+from hocket.execution.draft_setup import set_up_drafts
 from hocket.execution.model_setup import set_up_model
 from hocket.execution.transfer_setup import set_up_importer
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
@@ -185,6 +187,7 @@ def build_worker(
     block_tokens = cache.layout.block_tokens
     prefixes = PrefixCache(cache.pool, model.fingerprint.weights, block_tokens)
     scheduler = DecodeScheduler(model.limits, policy)
+    drafts = set_up_drafts(settings, model)
     engine = DecodeEngine(
         scheduler,
         model.runner,
@@ -192,6 +195,7 @@ def build_worker(
         can_recompute=transfer.policy == "recompute",
         together=model.rank.lockstep if model.rank is not None else None,
         prefixes=prefixes if pool.prefix_cache else None,
+        drafts=drafts,
     )
     if model.rank is not None:
         # Also the moment from which every rank has its model.
@@ -203,6 +207,7 @@ def build_worker(
         "hocket_decode_hand_off": imports.counters,
         "hocket_prefix_cache": prefixes.entries.counters,
         "hocket_transfer": importer.counters,
+        "hocket_draft_controller": DraftCollector(drafts, pool.synthetic_acceptance),
     }
     parts: WorkerParts[ImportCommand | WakeUp, ImportMessage] = WorkerParts(
         engine, description, counters, release=importer.close

@@ -128,7 +128,14 @@ class DecodeSettings:
     group_size: ranks (processes) of one worker; above 1 they share the experts among them, and
         every rank has its own requests, KV blocks and address. Other counts are per rank.
     group_timeout_s: a rank that does not come to the next step for this long ends its group.
-    draft_tokens: most draft tokens a step proposes per request (k); 0 turns drafting off.
+    draft_tokens: most draft tokens a step proposes per request (k); 0 turns drafting off; -1: 5
+        where the checkpoint has MTP heads, else none.
+    adaptive_drafts: each step drafts what is worth its time, up to draft_tokens; false: always
+        draft_tokens.
+    interactivity: tokens per second that each request shall get, by how many run at most, for
+        example {"8" = 50.0, "64" = 20.0}: drafts are then chosen to meet that first.
+    synthetic_acceptance: FOR SPEED BENCHMARKS ONLY: keep drafts at this rate whatever the model
+        says; the output means nothing, and every answer says so. 0: off.
     chunk_tokens: most prompt tokens a step computes, when decode has to compute a prompt itself.
     max_batch: most requests that run at once.
     reserve_output_share: share of max_tokens that a request gets KV blocks for at its start; it
@@ -139,7 +146,10 @@ class DecodeSettings:
     workers: int = between(1, 4096, 1)
     group_size: int = between(1, 1024, 1)
     group_timeout_s: float = at_least(1, 20.0)
-    draft_tokens: int = between(0, 16, 3)
+    draft_tokens: int = between(-1, 16, -1)
+    adaptive_drafts: bool = True
+    interactivity: dict[str, float] = field(default_factory=dict[str, float])
+    synthetic_acceptance: float = between(0.0, 1.0, 0.0)
     chunk_tokens: int = between(16, 65536, 512)
     max_batch: int = between(1, 4096, 64)
     max_waiting: int = at_least(0, 1024)
@@ -359,6 +369,11 @@ def _check_together(config: Config) -> None:
         limit = f"at least twice redis.renew_s ({renew_s}), so that one late renewal is forgiven"
         raise wrong("redis.lease_s", lease_s, limit)
     check_transfer(config.transfer, config.faults)
+    for most, tokens_per_s in config.decode.interactivity.items():
+        if not (most.isdecimal() and int(most) > 0):
+            raise wrong("decode.interactivity", most, "a table whose keys are numbers of requests")
+        if not tokens_per_s > 0:
+            raise wrong(f"decode.interactivity.{most}", tokens_per_s, "above 0")
     if config.autoscaler.enabled:
         check_pool("prefill", config.prefill.workers, config.autoscaler.prefill)
         check_pool("decode", config.decode.workers, config.autoscaler.decode)

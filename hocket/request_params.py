@@ -80,7 +80,7 @@ class StoppingParams:
     """When an output ends, as far as the worker decides it (stop strings are the gateway's).
 
     `stop_token_ids` already holds the model's end tokens unless the client ignores them; none of
-    them is chosen before `min_tokens` others are.
+    them is chosen before `min_tokens` others are, unless a grammar is at its end.
     """
 
     max_tokens: int

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hocket.errors import Cancelled, DeadlineExceeded, HocketError, InvalidRequest
-from hocket.execution.damage import at_fault
 from hocket.execution.engine_thread import (
     PULSE_S,
     BeginDrain,
@@ -190,8 +189,9 @@ class PrefillEngine:
             handle = self._exports.begin(request.key, blocks, now, num_ready=num_hits)
             self._events.append(Begun(request.key, handle))
         grammar = self._grammars.of(request.key)
-        sequence = _sequence(request, blocks, num_hits * self._block_tokens, grammar)
-        cached_tokens = sequence.num_computed
+        num_shared = num_hits * self._block_tokens
+        cached_tokens = self._runner.start_behind(num_shared)
+        sequence = _sequence(request, blocks, num_shared, cached_tokens, grammar)
         return _Running(request, sequence, prefix, is_exported, num_hits, cached_tokens)
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
@@ -204,11 +204,11 @@ class PrefillEngine:
             self._synchronize()
             return first_tokens
 
-        def fail(error: HocketError) -> None:
-            for key in at_fault(error, [chunk.key for chunk in plan]):
+        def fail(failed: list[RequestKey], error: HocketError) -> None:
+            for key in failed:
                 self._end(key, error, now)
 
-        first_tokens = self._failures.run(compute, fail)
+        first_tokens = self._failures.run(compute, [chunk.key for chunk in plan], fail)
         for chunk, first in zip(plan, first_tokens or (), strict=bool(first_tokens)):
             self._scheduler.computed(chunk)
             self._computed_prompt_tokens += chunk.num_tokens
@@ -227,7 +227,9 @@ class PrefillEngine:
         blocks = sequence.block_table
         self._prefixes.index(running.prefix, sequence.token_ids, blocks, sequence.num_complete)
         is_whole = sequence.num_computed == sequence.prompt_tokens
-        running.num_ready = len(blocks) if is_whole else sequence.num_computed // self._block_tokens
+        num_full = len(blocks) if is_whole else sequence.num_computed // self._block_tokens
+        # Behind a hit the first of several tokens that are computed again lie in blocks told of.
+        running.num_ready = max(first_block, num_full)
         if running.is_exported and running.num_ready > first_block:
             num_blocks = running.num_ready - first_block
             self._exports.chunk_ready(chunk.key, first_block, num_blocks, now)
@@ -291,9 +293,13 @@ class PrefillEngine:
 
 
 def _sequence(
-    request: StartRequest, blocks: list[int], num_shared: int, grammar: CompiledGrammar | None
+    request: StartRequest,
+    blocks: list[int],
+    num_shared: int,
+    num_computed: int,
+    grammar: CompiledGrammar | None,
 ) -> Sequence:
-    """The prompt, its first `num_shared` slots in the cache; the last of them is computed again."""
+    """The prompt, its first `num_shared` slots in the cache, `num_computed` of them for good."""
     return Sequence(
         key=request.key,
         token_ids=list(request.token_ids),
@@ -301,7 +307,7 @@ def _sequence(
         sampling=request.sampling,
         stopping=request.stopping,
         block_table=blocks,
-        num_computed=max(0, num_shared - 1),
+        num_computed=num_computed,
         num_shared=num_shared,
         num_generated=request.generated_tokens,
         grammar=grammar,

@@ -7,8 +7,9 @@ Hugging Face's):
     frequency, presence      l - frequency * n - presence; tokens that the output prefix has n > 0
                              times
     logit bias               l + bias
-    min_tokens               -inf for stop tokens while the output has fewer tokens
     grammar                  -inf for tokens that cannot follow
+    min_tokens               -inf for stop tokens while the output has fewer tokens, unless nothing
+                             else can follow: a grammar may be at its end
 
 Temperature, filters and noise are the sampler's. All of it is a function of the prefix alone, so a
 draft and its verification meet the same logits, and after a hand-off, a preemption or a migration
@@ -46,7 +47,8 @@ class Constraints:
         `stopping.min_tokens` counts from the first output."""
         self._num_output = 0
         self._min_tokens = stopping.min_tokens
-        self._stop_ids = torch.tensor(sorted(stopping.stop_token_ids), device=device)
+        stop_ids = sorted(stopping.stop_token_ids)  # perhaps none: torch must not guess the type
+        self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self._penalties = Penalties(sampling, prompt) if sampling.has_penalties else None
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
@@ -92,11 +94,14 @@ class Constraints:
         if self._bias is not None:
             ids, values = self._bias
             logits_RV[:, ids] += values
-        num_early = min(self._min_tokens - self._num_output - first, logits_RV.shape[0])
-        if num_early > 0:
-            logits_RV[:num_early, self._stop_ids] = -torch.inf
         if self._grammar is not None:
             apply_masks(self._grammar, logits_RV, drafts, first)
+        num_early = min(self._min_tokens - self._num_output - first, logits_RV.shape[0])
+        if num_early > 0:
+            early_RV = logits_RV[:num_early]
+            held_RV = early_RV.index_fill(1, self._stop_ids, -torch.inf)
+            can_go_on_R1 = held_RV.amax(dim=1, keepdim=True) != -torch.inf
+            logits_RV[:num_early] = torch.where(can_go_on_R1, held_RV, early_RV)
 
 
 class Penalties:

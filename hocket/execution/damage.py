@@ -10,23 +10,10 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from hocket.errors import InternalError
 from hocket.execution.sequence import Sequence
+from hocket.execution.step_failures import Damaged
 from hocket.kv.paged_cache import PagedCache
 from hocket.types import RequestKey
-
-
-class Damaged(InternalError):
-    """Some sequences of a step computed NaN; the step did nothing, and the others can repeat it.
-
-    Other workers may do better: what was handed over to this one may be at fault.
-    """
-
-    is_retryable = True
-
-    def __init__(self, keys: frozenset[RequestKey]) -> None:
-        super().__init__("the model computed NaN; its weights or a hand-off are damaged")
-        self.keys = keys
 
 
 def refuse_nan(
@@ -47,8 +34,3 @@ def refuse_nan(
             cache.pool.condemn(sequence.block_table, cache.clear_block)
             damaged.add(sequence.key)
     raise Damaged(frozenset(damaged))
-
-
-def at_fault(error: Exception, keys: Seq[RequestKey]) -> list[RequestKey]:
-    """Who of a step's requests ends with its error: those that are damaged, or all."""
-    return [k for k in keys if k in error.keys] if isinstance(error, Damaged) else list(keys)

@@ -22,6 +22,7 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import NoPrefixCache, Prefix, PrefixCache, PrefixCaching
 from hocket.model.transformer import Transformer
 from hocket.request_params import SamplingParams, StoppingParams
+from hocket.scheduling.draft_controller import DraftController, DraftRequest, fixed_drafts
 from hocket.types import FinishReason, RequestKey, TokenLogprobs, Usage
 
 
@@ -60,6 +61,7 @@ class _Running:
     sequence: Sequence
     num_drafts: int
     prefix: Prefix
+    cached_tokens: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -78,8 +80,9 @@ class LocalEngineLimits:
 class LocalEngine:
     """Runs requests to their end on one model. Not thread-safe.
 
-    `draft_source` replaces the model's own MTP module (tests, benchmarks). Raises ConfigError when
-    drafts are wanted of a checkpoint that has none.
+    `draft_source` replaces the model's own MTP module (tests, benchmarks). `drafts` decides each
+    step how many of a request's drafts are worth their time; None: always all. Raises ConfigError
+    when drafts are wanted of a checkpoint that has none.
     """
 
     def __init__(
@@ -87,12 +90,14 @@ class LocalEngine:
         model: Transformer,
         limits: LocalEngineLimits | None = None,
         draft_source: DraftSource | None = None,
+        drafts: DraftController | None = None,
     ) -> None:
         self.limits = limits or LocalEngineLimits()
         self.cache = PagedCache(model.kv_layout(), self.limits.num_blocks, model.device)
         if draft_source is None and self.limits.num_drafts > 0:
             draft_source = MTPDraftSource(model, self.cache)
         self.runner = ModelRunner(model, self.cache, draft_source)
+        self.drafts = drafts or fixed_drafts(self.limits.num_drafts)
         self.prefixes: PrefixCaching = NoPrefixCache()
         if self.limits.prefix_cache:
             self.prefixes = PrefixCache(self.cache.pool, "", self.cache.layout.block_tokens)
@@ -128,12 +133,24 @@ class LocalEngine:
         self._prefill([r for r in running if r not in decoding])
         if not decoding:
             return
-        outputs = self.runner.decode(
-            [r.sequence for r in decoding], [r.num_drafts for r in decoding]
-        )
+        asked = [
+            DraftRequest(
+                r.sequence.key,
+                min(r.num_drafts, self.runner.draft_limit(r.sequence)),
+                r.sequence.num_pending,
+                is_greedy=r.sequence.sampling.is_greedy,
+            )
+            for r in decoding
+        ]
+        outputs = self.runner.decode([r.sequence for r in decoding], self.drafts.allot(asked))
+        if (times := self.runner.last_step) is not None:
+            self.drafts.observe_step(*times)
         for request, output in zip(decoding, outputs, strict=True):
             request.logprobs += output.logprobs
             request.finish_reason = output.finish_reason
+            self.drafts.observe(request.sequence.key, output.num_drafted, output.num_accepted)
+            if request.finish_reason is not None:
+                self.drafts.forget(request.sequence.key)
 
     def _prefill(self, prompts: list[_Running]) -> None:
         budget = self.limits.chunk_tokens
@@ -183,12 +200,12 @@ class LocalEngine:
             sampling=request.sampling,
             stopping=request.stopping,
             block_table=shared + pool.allocate(num_new),
-            num_computed=max(0, len(shared) * size - 1),
+            num_computed=self.runner.start_behind(len(shared) * size),
             num_shared=len(shared) * size,
             grammar=request.grammar,
         )
         num_drafts = self.limits.num_drafts if request.num_drafts is None else request.num_drafts
-        return _Running(index, sequence, num_drafts, prefix)
+        return _Running(index, sequence, num_drafts, prefix, sequence.num_computed)
 
     def _share_complete_blocks(self, running: list[_Running]) -> None:
         for request in running:
@@ -208,7 +225,7 @@ def _result(request: _Running) -> LocalResult:
         usage=Usage(
             prompt_tokens=sequence.prompt_tokens,
             output_tokens=sequence.output_tokens,
-            cached_tokens=max(0, sequence.num_shared - 1),
+            cached_tokens=request.cached_tokens,
             drafts=sequence.drafts,
         ),
         prompt_logprobs=tuple(sequence.prompt_logprobs),

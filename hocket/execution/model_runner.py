@@ -2,12 +2,13 @@
 
 One step is one flat batch through the main model. `prefill` computes a chunk of each given prompt
 and, at a prompt's end, samples the first token. `decode` drafts (`speculation.py`), verifies all
-sequences' drafts at once, samples (`sampler.py`), keeps the right ones and cuts at the first token
-that ends an output. A step that raises leaves every sequence as it was.
+sequences' drafts at once, chooses tokens (`token_choice.py`) and cuts at the first one that ends an
+output. A step that raises leaves every sequence as it was.
 
-MTP entries are made from the target's hidden states only: prefill writes one for every computed
-token whose successor is known; decode leaves the newest ones in `Sequence.pending_hidden` for the
-next draft pass. A runner without a draft source keeps none after prefill.
+MTP entries that count are made from the target's hidden states only (`mtp_entries.py`): prefill
+makes those of every slot whose token is known; decode leaves the newest states in
+`Sequence.pending_hidden` for the next draft pass. A runner without a draft source keeps none after
+prefill.
 
 Shape letters: T tokens of a flat batch, N sampled rows, V vocabulary, H hidden.
 """
@@ -16,24 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hocket.errors import ConfigError, InternalError
-from hocket.execution.acceptance import Acceptance
 from hocket.execution.damage import refuse_nan
+from hocket.execution.mtp_entries import HiddenRows, run_module
 from hocket.execution.passes import Passes
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence
-from hocket.execution.speculation import DraftSource, accept, append_until_finished
+from hocket.execution.speculation import DraftSource, append_until_finished
+from hocket.execution.token_choice import TokenChoice
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
-from hocket.request_params import SamplingParams
 from hocket.types import FinishReason, TokenLogprobs
 
+MAX_PENDING = 64
+"""Hidden states that may wait for the next draft of their sequence."""
 SCORED_ROWS = 64
 """Rows of a prompt whose logits are computed at a time: a vocabulary is wide."""
 
@@ -48,7 +52,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What the end of a prompt yields; `hidden_state` [H] is that of the last prompt position."""
+    """What the end of a prompt yields; `hidden_state` [R, H] is that of the last prompt positions,
+    which drafting starts from: one row for each MTP module, at least one."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -67,8 +72,21 @@ class DecodeOutput:
     num_accepted: int
 
 
+class StepTimes(NamedTuple):
+    """Of the last decode step: seconds of its two halves; rows of each draft pass, of the verify
+    pass."""
+
+    draft_rows: list[int]
+    draft_s: float
+    verify_rows: int
+    verify_s: float
+
+
 class ModelRunner:
-    """Owns a model and its KV cache; advances sequences step by step."""
+    """Owns a model and its KV cache; advances sequences step by step.
+
+    `last_step` is None after a decode step that failed.
+    """
 
     def __init__(
         self,
@@ -82,17 +100,24 @@ class ModelRunner:
         at this rate, for speed benchmarks only; 0: off."""
         self.model = model
         self.cache = cache
-        self.sampler = Sampler(model.config.vocab_size, cache.device)
+        sampler = Sampler(model.config.vocab_size, cache.device)
+        self.choice = TokenChoice(sampler, synthetic_acceptance)
         self._draft_source = draft_source
         self._passes = passes or model
-        self._acceptance = Acceptance(self.sampler, synthetic_acceptance)
+        self.last_step: StepTimes | None = None
+        self._num_rows = max(1, model.config.num_mtp_layers)
+
+    def start_behind(self, num_shared: int) -> int:
+        """Where a prompt starts whose first `num_shared` slots are in the cache: the last ones are
+        computed again, for the hidden states that drafting starts from."""
+        return max(0, num_shared - self._num_rows)
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[FirstToken | None]:
         """Compute one chunk of each sequence; None for a chunk that does not end its prompt.
 
-        A first token is appended to its sequence, whose `pending_hidden` becomes [1, H]. Prompt
-        logprobs that are asked for are left in `Sequence.prompt_logprobs`.
+        A first token is appended to its sequence, whose `pending_hidden` then has one row that
+        waits. Prompt logprobs that are asked for are left in `Sequence.prompt_logprobs`.
         """
         parts: list[SequenceInput] = []
         num_shared = [chunk.sequence.num_shared for chunk in chunks]
@@ -100,14 +125,15 @@ class ModelRunner:
             sequence, first = chunk.sequence, chunk.sequence.num_computed
             end = first + chunk.num_tokens
             assert 0 < chunk.num_tokens <= sequence.num_tokens - first, (chunk.num_tokens, first)
-            assert first >= sequence.num_shared - 1, (first, sequence.num_shared)
+            assert first >= self.start_behind(sequence.num_shared), (first, sequence.num_shared)
             self._assert_capacity(sequence, min(end + 1, sequence.num_tokens))
             parts.append((sequence.token_ids[first:end], first, sequence.block_table))
         sequences = [chunk.sequence for chunk in chunks]
         hidden_TH = self._forward(parts, sequences, num_shared)
         scored = self._score_prompts(chunks, hidden_TH)
-        if self.model.has_mtp:
-            self._write_mtp_entries(chunks, hidden_TH)
+        rows = self._hidden_rows(chunks, hidden_TH)
+        hidden = [one.hidden_RH for one in rows]
+        self._write_mtp_entries(rows)
 
         last_rows = torch.tensor([c.num_tokens for c in chunks]).cumsum(0).sub(1).tolist()
         ends = [
@@ -117,11 +143,12 @@ class ModelRunner:
         ]
         first_tokens = iter(self._first_tokens(ends, hidden_TH))
         results: list[FirstToken | None] = []
-        for chunk, prompt_logprobs in zip(chunks, scored, strict=True):
+        for chunk, prompt_logprobs, hidden_RH in zip(chunks, scored, hidden, strict=True):
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
             sequence.prompt_logprobs += prompt_logprobs
             is_end = sequence.num_computed == sequence.num_tokens
+            sequence.keep_hidden(hidden_RH, self._num_rows - 1 + is_end, num_pending=int(is_end))
             results.append(_begin_output(sequence, *next(first_tokens)) if is_end else None)
         return results
 
@@ -132,25 +159,33 @@ class ModelRunner:
         Drafts are capped by `draft_limit`. Raises ConfigError when drafts are asked of a runner
         without a draft source.
         """
-        waiting = [sequence.pending_hidden for sequence in sequences]
+        self.last_step = None
+        waiting = [(sequence.pending_hidden, sequence.num_context) for sequence in sequences]
         try:
-            return self.verify(sequences, self.draft(sequences, num_drafts))
+            capped = self._capped(sequences, num_drafts)
+            source = self._draft_source
+            draft_rows = [] if source is None else source.pass_rows(sequences, capped)
+            started = perf_counter()
+            drafts = self.draft(sequences, capped)
+            drafted = perf_counter()
+            outputs = self.verify(sequences, drafts)
+            verified = perf_counter()
+            num_rows = sum(map(len, drafts)) + len(drafts)
+            self.last_step = StepTimes(draft_rows, drafted - started, num_rows, verified - drafted)
+            return outputs
         except BaseException:
-            for sequence, hidden in zip(sequences, waiting, strict=True):
-                sequence.pending_hidden = hidden
+            for sequence, before in zip(sequences, waiting, strict=True):
+                sequence.pending_hidden, sequence.num_context = before
             raise
 
     def draft_limit(self, sequence: Sequence) -> int:
-        """Drafts that fit: a step writes up to k + 1 slots and may emit k + 1 tokens."""
+        """Drafts that fit: a step writes up to k + 1 slots and may emit k + 1 tokens. None where
+        MTP entries are missing."""
+        if sequence.has_lapsed:
+            return 0
         capacity = len(sequence.block_table) * self.cache.layout.block_tokens
         limit = min(sequence.remaining_tokens - 1, capacity - sequence.num_tokens)
         return max(limit, 0)
-
-    def count_draft_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
-        """Passes of the MTP module that `draft` makes."""
-        if self._draft_source is None:
-            return 0
-        return self._draft_source.count_passes(sequences, self._capped(sequences, num_drafts))
 
     @torch.inference_mode()
     def draft(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
@@ -168,90 +203,49 @@ class ModelRunner:
     def verify(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> list[DecodeOutput]:
         """The second half of `decode`: one main-model step over every newest token and draft."""
         parts: list[SequenceInput] = []
-        params: list[SamplingParams] = []
-        positions: list[int] = []
         for sequence, proposed in zip(sequences, drafts, strict=True):
             assert sequence.is_prefilled, (sequence.key, sequence.num_computed)
             assert sequence.num_computed >= sequence.num_shared, (sequence.key, sequence.num_shared)
             self._assert_capacity(sequence, sequence.num_tokens + len(proposed))
             tokens = [sequence.token_ids[-1], *proposed]
             parts.append((tokens, sequence.num_computed, sequence.block_table))
-            params += [sequence.sampling] * len(tokens)
-            positions += range(sequence.num_tokens, sequence.num_tokens + len(tokens))
         hidden_TH = self._forward(parts, sequences)
-        raw_TV = self.model.logits(hidden_TH)
-        logits_TV = self._constrained(raw_TV, sequences, drafts)
-        emitted = self._accept(sequences, drafts, logits_TV, params, positions)
-        starts = accumulate((len(proposed) + 1 for proposed in drafts), initial=0)
-        spans = [range(i, i + len(tokens)) for i, tokens in zip(starts, emitted, strict=False)]
-        logprobs = self._logprobs(raw_TV, emitted, params, spans)
+        emitted = self.choice.emit(self.model.logits(hidden_TH), sequences, drafts)
         outputs: list[DecodeOutput] = []
-        for i, sequence in enumerate(sequences):
-            span = spans[i]
-            num_emitted, reason = append_until_finished(sequence, emitted[i])
-            self._commit(sequence, hidden_TH[span.start : span.start + num_emitted])
-            num_accepted = min(len(span) - 1, num_emitted)
-            sequence.drafts = sequence.drafts.add_step(len(drafts[i]), num_accepted, num_emitted)
+        start = 0
+        for sequence, proposed, new in zip(sequences, drafts, emitted, strict=True):
+            num_emitted, reason = append_until_finished(sequence, new.token_ids)
+            self._commit(sequence, hidden_TH[start : start + num_emitted])
+            num_accepted = min(len(new.token_ids) - 1, num_emitted)
+            sequence.drafts = sequence.drafts.add_step(len(proposed), num_accepted, num_emitted)
             outputs.append(
                 DecodeOutput(
-                    token_ids=tuple(emitted[i][:num_emitted]),
-                    logprobs=tuple(logprobs[row] for row in span[:num_emitted] if row in logprobs),
+                    token_ids=tuple(new.token_ids[:num_emitted]),
+                    logprobs=new.logprobs[:num_emitted],
                     finish_reason=reason,
-                    num_drafted=len(drafts[i]),
+                    num_drafted=len(proposed),
                     num_accepted=num_accepted,
                 )
             )
+            start += len(proposed) + 1
         return outputs
 
-    def _accept(
-        self,
-        sequences: Seq[Sequence],
-        drafts: Seq[Seq[int]],
-        logits_TV: Tensor,
-        params: Seq[SamplingParams],
-        positions: Seq[int],
-    ) -> list[list[int]]:
-        """The tokens that each sequence emits."""
-        sampled = self._sample(logits_TV, params, positions).tolist()
-        emitted: list[list[int]] = []
-        start = 0
-        for sequence, proposed in zip(sequences, drafts, strict=True):
-            end = start + len(proposed) + 1
-            is_kept = self._acceptance.keeps(sequence, proposed, logits_TV[start : end - 1])
-            emitted.append(accept(proposed, sampled[start:end], is_kept))
-            start = end
-        return emitted
+    def hidden_state_bytes(self, hidden_RH: Tensor) -> bytes:
+        """A hidden state as it crosses to a decode worker: R * H elements of the model's dtype."""
+        return hidden_RH.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
-    def _constrained(
-        self, logits_NV: Tensor, sequences: Seq[Sequence], drafts: Seq[Seq[int]]
-    ) -> Tensor:
-        """The logits that are sampled: row j of a sequence follows its tokens and j drafts. A copy
-        where anything changes, as logprobs are of the model's own."""
-        if not any(sequence.is_constrained for sequence in sequences):
-            return logits_NV
-        logits_NV = logits_NV.clone()
-        start = 0
-        for sequence, proposed in zip(sequences, drafts, strict=True):
-            end = start + len(proposed) + 1
-            sequence.constrain(logits_NV[start:end], proposed)
-            start = end
-        return logits_NV
-
-    def hidden_state_bytes(self, hidden_H: Tensor) -> bytes:
-        """A hidden state as it crosses to a decode worker: H elements of the model's dtype."""
-        return hidden_H.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-    def load_hidden_state(self, data: bytes) -> Tensor:
-        """The inverse of `hidden_state_bytes`, [H] on this runner's device.
+    def load_hidden_state(self, data: bytes, prompt_tokens: int) -> Tensor:
+        """The inverse of `hidden_state_bytes` for a prompt of this length, [R, H] on this runner's
+        device.
 
         Raises InternalError when the length does not fit this model.
         """
-        config = self.model.config
-        dtype = self.model.dtype
-        expected_bytes = config.hidden_size * dtype.itemsize
+        dtype, width = self.model.dtype, self.model.config.hidden_size
+        expected_bytes = min(self._num_rows, prompt_tokens) * width * dtype.itemsize
         if len(data) != expected_bytes:
             raise InternalError(f"a hidden state has {len(data)} bytes, expected {expected_bytes}")
-        return torch.frombuffer(bytearray(data), dtype=dtype).to(self.cache.device)
+        values = torch.frombuffer(bytearray(data), dtype=dtype).to(self.cache.device)
+        return values.view(-1, width)
 
     def _capped(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
         pairs = zip(sequences, num_drafts, strict=True)
@@ -271,19 +265,14 @@ class ModelRunner:
 
     def _first_tokens(
         self, ends: Seq[tuple[Sequence, int]], hidden_TH: Tensor
-    ) -> list[tuple[int, TokenLogprobs | None, Tensor]]:
-        """Sample behind each prompt's last row: token id, logprobs, hidden state."""
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """Sample behind each prompt's last row: token id, logprobs."""
         if not ends:
             return []
-        hidden_NH = hidden_TH[torch.tensor([row for _, row in ends], device=hidden_TH.device)]
-        raw_NV = self.model.logits(hidden_NH)
-        sequences = [sequence for sequence, _ in ends]
-        params = [sequence.sampling for sequence in sequences]
-        logits_NV = self._constrained(raw_NV, sequences, [()] * len(ends))
-        sampled = self._sample(logits_NV, params, [s.num_tokens for s in sequences]).tolist()
-        spans = [range(row, row + 1) for row in range(len(ends))]
-        logprobs = self._logprobs(raw_NV, [[token] for token in sampled], params, spans)
-        return [(token, logprobs.get(row), hidden_NH[row]) for row, token in enumerate(sampled)]
+        rows_N = torch.tensor([row for _, row in ends], device=hidden_TH.device)
+        logits_NV = self.model.logits(hidden_TH[rows_N])
+        emitted = self.choice.emit(logits_NV, [sequence for sequence, _ in ends], [()] * len(ends))
+        return [(new.token_ids[0], next(iter(new.logprobs), None)) for new in emitted]
 
     def _score_prompts(
         self, chunks: Seq[PrefillChunk], hidden_TH: Tensor
@@ -299,73 +288,53 @@ class ModelRunner:
                     tokens = sequence.token_ids[begin + 1 : min(begin + SCORED_ROWS, end) + 1]
                     row = start + begin - first
                     logits_NV = self.model.logits(hidden_TH[row : row + len(tokens)])
-                    tokens_N = torch.tensor(tokens, device=logits_NV.device)
-                    found += self.sampler.logprobs(logits_NV, tokens_N, [num_top] * len(tokens))
+                    found += self.choice.score(logits_NV, tokens, num_top)
             start += chunk.num_tokens
         return scored
-
-    def _sample(
-        self, logits_NV: Tensor, params: Seq[SamplingParams], positions: Seq[int]
-    ) -> Tensor:
-        if bool(logits_NV.amax().isnan()):
-            raise InternalError("the model computed NaN logits; its weights or cache are damaged")
-        return self.sampler.sample(logits_NV, params, positions)
-
-    def _logprobs(
-        self,
-        logits_NV: Tensor,
-        emitted: Seq[Seq[int]],
-        params: Seq[SamplingParams],
-        spans: Seq[range],
-    ) -> dict[int, TokenLogprobs]:
-        """Logprobs of the tokens emitted by the rows in `spans`, where the request asks for them,
-        by row."""
-        tokens = chain.from_iterable(emitted)
-        rows = zip(chain.from_iterable(spans), tokens, strict=True)
-        wanted = {row: token for row, token in rows if params[row].top_logprobs is not None}
-        if not wanted:
-            return {}
-        rows_N, tokens_N = torch.tensor([*wanted.items()], device=logits_NV.device).unbind(1)
-        num_top = [params[row].top_logprobs or 0 for row in wanted]
-        found = self.sampler.logprobs(logits_NV[rows_N], tokens_N, num_top)
-        return dict(zip(wanted, found, strict=True))
 
     def _commit(self, sequence: Sequence, hidden_EH: Tensor) -> None:
         """Count the slots behind the emitted tokens as computed; keep their hidden states. Those of
         a finished output, too: they say which MTP entries its blocks lack."""
         sequence.num_computed += hidden_EH.shape[0]
         if self._draft_source is None:
-            sequence.pending_hidden = None
-        elif sequence.pending_hidden is None:
+            sequence.keep_hidden(hidden_EH, 0)
+        elif not sequence.has_lapsed:
+            if sequence.pending_hidden is not None:
+                hidden_EH = torch.cat([sequence.pending_hidden, hidden_EH])
             sequence.pending_hidden = hidden_EH
-        else:
-            sequence.pending_hidden = torch.cat([sequence.pending_hidden, hidden_EH])
+            if sequence.num_pending > MAX_PENDING:
+                sequence.lapse()
 
-    def _write_mtp_entries(self, chunks: Seq[PrefillChunk], hidden_TH: Tensor) -> None:
-        """Make the MTP entries (h_i, t_{i+1}) -> slot i + 1 of a chunk where t_{i+1} is known."""
-        parts: list[SequenceInput] = []
-        hidden: list[Tensor] = []
-        row = 0
+    def _hidden_rows(self, chunks: Seq[PrefillChunk], hidden_TH: Tensor) -> list[HiddenRows]:
+        """The rows of each chunk, behind those that its sequence kept."""
+        rows: list[HiddenRows] = []
+        start = 0
         for chunk in chunks:
-            sequence, first_slot = chunk.sequence, chunk.sequence.num_computed + 1
-            assert first_slot >= sequence.num_shared, (first_slot, sequence.num_shared)
-            tokens = sequence.token_ids[first_slot : first_slot + chunk.num_tokens]
-            if tokens:
-                parts.append((tokens, first_slot, sequence.block_table))
-                hidden.append(hidden_TH[row : row + len(tokens)])
-            row += chunk.num_tokens
-        if parts:
-            inputs = StepInputs.build(parts, self.cache.device)
-            self._passes.mtp_forward(inputs, torch.cat(hidden), self.cache, last_only=True)
+            sequence, first = chunk.sequence, chunk.sequence.num_computed
+            hidden_RH = hidden_TH[start : start + chunk.num_tokens]
+            if sequence.pending_hidden is not None:
+                hidden_RH = torch.cat([sequence.pending_hidden, hidden_RH])
+            first_slot = max(first + 1, sequence.num_shared)
+            first_row, last_slot = first - sequence.num_context, first + chunk.num_tokens
+            rows.append(HiddenRows(sequence, first_row, first_slot, last_slot, hidden_RH))
+            start += chunk.num_tokens
+        return rows
+
+    def _write_mtp_entries(self, rows: Seq[HiddenRows]) -> None:
+        """Make the MTP entries of the slots behind the chunks' rows whose tokens are known."""
+        num_modules = self.model.config.num_mtp_layers
+        for module in range(num_modules):
+            rows = [one for one in rows if one.has_new_slots and one.tokens(module)]
+            if rows:
+                run_module(module, rows, self._passes, self.cache, module == num_modules - 1)
 
     def _assert_capacity(self, sequence: Sequence, num_slots: int) -> None:
         capacity = len(sequence.block_table) * self.cache.layout.block_tokens
         assert num_slots <= capacity, (sequence.key, num_slots, capacity)
 
 
-def _begin_output(
-    sequence: Sequence, token: int, logprobs: TokenLogprobs | None, hidden_H: Tensor
-) -> FirstToken:
+def _begin_output(sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> FirstToken:
+    hidden_RH = sequence.pending_hidden
+    assert hidden_RH is not None, sequence.key
     sequence.token_ids.append(token)
-    sequence.pending_hidden = hidden_H[None]
-    return FirstToken(token, logprobs, sequence.finish_reason(), hidden_H)
+    return FirstToken(token, logprobs, sequence.finish_reason(), hidden_RH)

@@ -30,6 +30,9 @@ from hocket.parallel.rank_group import RankGroup, RedisStore
 from hocket.scheduling.request_limits import RequestLimits
 from hocket.types import Fingerprint, WorkerDescription
 
+AUTO_DRAFT_TOKENS = 5
+"""Most drafts where the configuration leaves them open: beyond it few checkpoints' drafts live."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -85,6 +88,7 @@ class ModelSetup:
             max_draft_tokens=self.max_draft_tokens,
             has_mtp=self.runner.model.has_mtp,
             has_prefix_cache=settings.pool.prefix_cache,
+            synthetic_acceptance=_synthetic_acceptance(settings),
             group=settings.group.name if settings.group else "",
             rank=settings.group.rank if settings.group else 0,
             group_size=settings.group.size if settings.group else 1,
@@ -116,13 +120,13 @@ def set_up_model(
     model = load_model(folder, dtype, device, settings.model.batch_invariant, dispatcher)
     if group is not None:
         assert wake_others is not None, "a rank of a group must be able to wake the others"
-        lockstep = Lockstep(group, model.has_mtp, take_part_in(model), wake_others)
+        lockstep = Lockstep(group, config.num_mtp_layers, take_part_in(model), wake_others)
         rank, passes = GroupRank(group, lockstep), GroupPasses(model, lockstep)
     layout = model.kv_layout()
     cache = PagedCache(layout, _num_blocks(settings, layout), device)
     max_draft_tokens = _max_draft_tokens(settings, config)
     draft_source = MTPDraftSource(model, cache, passes) if max_draft_tokens else None
-    runner = ModelRunner(model, cache, draft_source, passes)
+    runner = ModelRunner(model, cache, draft_source, passes, _synthetic_acceptance(settings))
     fingerprint = Fingerprint(
         weights=weights_digest(folder),
         kv_layout=layout.describe(),
@@ -168,14 +172,21 @@ def _max_draft_tokens(settings: WorkerSettings, config: ModelConfig) -> int:
     """0 on a prefill worker, which needs no drafts to write the MTP layer's entries."""
     if not isinstance(settings.pool, DecodeSettings) or settings.pool.draft_tokens == 0:
         return 0
-    if not config.num_mtp_layers:
-        _logger.warning(
-            "The checkpoint has no MTP module (num_nextn_predict_layers): decode.draft_tokens = %d "
-            "has no effect, every step emits one token.",
-            settings.pool.draft_tokens,
+    wanted = settings.pool.draft_tokens
+    if config.num_mtp_layers:
+        return AUTO_DRAFT_TOKENS if wanted == -1 else wanted
+    if wanted > 0:
+        raise ConfigError(
+            f"decode.draft_tokens is {wanted}, but the checkpoint has no MTP module "
+            "(num_nextn_predict_layers is 0 or absent); use 0, or -1 for what the checkpoint has.",
+            field="decode.draft_tokens",
         )
-        return 0
-    return settings.pool.draft_tokens
+    _logger.info("The checkpoint has no MTP module: every step emits one token.")
+    return 0
+
+
+def _synthetic_acceptance(settings: WorkerSettings) -> float:
+    return settings.pool.synthetic_acceptance if isinstance(settings.pool, DecodeSettings) else 0.0
 
 
 def _context_tokens(settings: WorkerSettings, config: ModelConfig) -> int:

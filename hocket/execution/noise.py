@@ -30,6 +30,8 @@ _DOMAIN = 0x6C6F64792D6E6F74
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 
+LARGEST_NOISE = 36.8  # a bound: -log(-log(1 - 2**-53)) is 36.74
+
 
 def position_key(seed: int, choice: int, position: int) -> int:
     """The 64-bit key of one position of one choice; `seed` counts modulo 2**64."""
@@ -53,13 +55,24 @@ def gumbel_noise(keys_N: Tensor, token_ids_NC: Tensor) -> Tensor:
 
 def uniforms(keys_N: Tensor, token_ids_NC: Tensor) -> Tensor:
     """The uniform values behind the noise, float64 [N, C], in [2**-53, 1 - 2**-53]."""
-    z_NC = token_ids_NC.add(1).mul_(_signed(_GOLDEN)) + keys_N[:, None]
-    z_NC ^= _shifted(z_NC, 30)
-    z_NC *= _signed(_MULTIPLIER_1)
-    z_NC ^= _shifted(z_NC, 27)
-    z_NC *= _signed(_MULTIPLIER_2)
+    z_NC = _mix_but_last_step(token_ids_NC.add(1).mul_(_signed(_GOLDEN)) + keys_N[:, None])
     z_NC ^= _shifted(z_NC, 31)
     return _shifted(z_NC, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def may_reach(keys_N: Tensor, first_ids_N: Tensor, width: int, bounds_N: Tensor) -> Tensor:
+    """Which of the `width` tokens from a first id on have noise of at least `bounds_N` (float64),
+    bool [N, width]: all that have, and one in 2**30 of the others.
+
+    Noise grows with the hash, so its upper bits are compared, and no logarithm is taken.
+    """
+    offsets_C = torch.arange(width, device=keys_N.device) * _signed(_GOLDEN)
+    z_NC = ((first_ids_N + 1) * _signed(_GOLDEN) + keys_N)[:, None] + offsets_C
+    z_NC = _mix_but_last_step(z_NC)  # the last step keeps the upper 31 bits
+    z_NC ^= -(2**63)  # now the signed order is that of the unsigned values
+    share_N = torch.expm1(-torch.exp(-bounds_N)).neg_()  # of uniform values that reach the bound
+    least_N = 2.0**63 - 2.0**34 - share_N * (2.0**64 * (1 + 1e-9))
+    return z_NC >= least_N.clamp_(min=-(2.0**63)).to(torch.int64)[:, None]
 
 
 def position_uniform(seed: int, choice: int, position: int) -> float:
@@ -71,6 +84,15 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * _MULTIPLIER_1) & _MASK
     z = ((z ^ (z >> 27)) * _MULTIPLIER_2) & _MASK
     return z ^ (z >> 31)
+
+
+def _mix_but_last_step(z: Tensor) -> Tensor:
+    """`_mix` in place up to its last xor."""
+    z ^= _shifted(z, 30)
+    z *= _signed(_MULTIPLIER_1)
+    z ^= _shifted(z, 27)
+    z *= _signed(_MULTIPLIER_2)
+    return z
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

@@ -19,7 +19,7 @@ from hocket.errors import GroupLost
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import StepInputs
 from hocket.model.transformer import Transformer
-from hocket.parallel.lockstep import Lockstep, Pass
+from hocket.parallel.lockstep import MAIN, Lockstep, Pass
 
 
 class Passes(Protocol):
@@ -28,7 +28,12 @@ class Passes(Protocol):
     def forward(self, inputs: StepInputs, cache: PagedCache) -> Tensor: ...
 
     def mtp_forward(
-        self, inputs: StepInputs, hidden_TH: Tensor, cache: PagedCache, last_only: bool = False
+        self,
+        inputs: StepInputs,
+        hidden_TH: Tensor,
+        cache: PagedCache,
+        last_only: bool = False,
+        module: int = 0,
     ) -> Tensor: ...
 
 
@@ -40,16 +45,21 @@ class GroupPasses:
         self._lockstep = lockstep
 
     def forward(self, inputs: StepInputs, cache: PagedCache) -> Tensor:
-        self._lockstep.enter(Pass.MAIN)
+        self._lockstep.enter(MAIN)
         with _nothing_half_done():
             return self._model.forward(inputs, cache)
 
     def mtp_forward(
-        self, inputs: StepInputs, hidden_TH: Tensor, cache: PagedCache, last_only: bool = False
+        self,
+        inputs: StepInputs,
+        hidden_TH: Tensor,
+        cache: PagedCache,
+        last_only: bool = False,
+        module: int = 0,
     ) -> Tensor:
-        self._lockstep.enter(Pass.MTP)
+        self._lockstep.enter(Pass(module))
         with _nothing_half_done():
-            return self._model.mtp_forward(inputs, hidden_TH, cache, last_only)
+            return self._model.mtp_forward(inputs, hidden_TH, cache, last_only, module)
 
 
 def take_part_in(model: Transformer) -> Callable[[Pass], None]:
@@ -57,7 +67,7 @@ def take_part_in(model: Transformer) -> Callable[[Pass], None]:
 
     def take_part(which: Pass) -> None:
         with _nothing_half_done():
-            model.take_part(is_mtp=which is Pass.MTP)
+            model.take_part(which.module)
 
     return take_part
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hocket.errors import ConfigError
 from hocket.execution.damage import refuse_nan
+from hocket.execution.mtp_entries import HiddenRows, run_module
 from hocket.execution.noise import position_uniform
 from hocket.execution.passes import Passes
 from hocket.execution.sampler import Sampler
@@ -28,8 +29,6 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
 from hocket.types import FinishReason, RequestKey
-
-MAX_PENDING = 16
 
 
 def accept(drafts: Seq[int], sampled: Seq[int], is_kept: Seq[bool] = ()) -> list[int]:
@@ -64,24 +63,27 @@ class DraftSource(Protocol):
     def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
         """`num_drafts[i]` tokens to follow `sequences[i]`; every sequence has one uncomputed token.
 
-        May write MTP entries up to slot num_computed (they count: `pending_hidden` is consumed)
-        and main or MTP slots beyond it (they don't count).
+        May write MTP entries up to slot num_computed (they count: the rows of `pending_hidden` that
+        wait are consumed) and main or MTP slots beyond it (they don't count).
         """
         ...
 
-    def count_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
-        """Passes of the MTP module that `propose` makes for these."""
+    def pass_rows(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
+        """Rows of each pass of an MTP module that `propose` makes for these."""
         ...
 
 
 class MTPDraftSource:
-    """Drafts with the checkpoint's own MTP module, all sequences in one flat batch per pass.
+    """Drafts with the checkpoint's own MTP modules, all sequences in one flat batch per pass.
 
     The first pass turns `pending_hidden` into MTP entries, (h_i, t_{i+1}) -> slot i + 1; its last
-    output of a sequence is the state behind draft 1. Each further pass feeds the module its own
-    output and the draft just made. A sequence without drafts in this step only lets its hidden
-    states wait, at most `MAX_PENDING` of them: then its entries are written all the same, so that
-    memory stays bounded and drafting can start again at any step with complete MTP entries.
+    output of a sequence is the state behind draft 1. With several modules the next passes take the
+    rows on through these, the drafts just made at their end. Each further pass feeds the last
+    module its own output and the newest draft.
+
+    The entries count, and the hidden states are done with, once they have been through all modules:
+    they go through all in each step that drafts, however few drafts the sequence gets. Those of a
+    sequence without drafts in this step wait; `Sequence.lapse` bounds how many.
     """
 
     def __init__(self, model: Transformer, cache: PagedCache, passes: Passes | None = None) -> None:
@@ -96,69 +98,83 @@ class MTPDraftSource:
         self._passes = passes or model
         self._cache = cache
         self._sampler = Sampler(model.config.vocab_size, cache.device)
+        self._num_modules = model.config.num_mtp_layers
 
     def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
-        rows = self._rows(sequences, num_drafts)
-        if not rows:
-            return drafts
-        hidden_SH = self._write_pending([sequences[row] for row in rows])
-        for depth in range(max(num_drafts)):
-            keep = [i for i, row in enumerate(rows) if num_drafts[row] > depth]
-            if len(keep) < len(rows):
-                rows = [rows[i] for i in keep]
+        rows = self._rows(sequences, num_drafts, drafts)
+        before = [(one.sequence, one.hidden_RH) for one in rows]
+        num_passes = len(self.pass_rows(sequences, num_drafts))
+        last_module = min(self._num_modules, num_passes) - 1
+        drafting, hidden_SH = rows, torch.empty(0)
+        for depth in range(num_passes):
+            if depth <= last_module:
+                rows = drafting = [one for one in rows if one.tokens(depth)]
+                if rows:
+                    is_last = depth == last_module
+                    hidden_SH = run_module(depth, rows, self._passes, self._cache, is_last)
+            keep = [i for i, one in enumerate(drafting) if one.num_drafts > depth]
+            if not keep:
+                continue
+            if len(keep) < len(drafting):
+                drafting = [drafting[i] for i in keep]
                 hidden_SH = hidden_SH[torch.tensor(keep, device=hidden_SH.device)]
-            if depth > 0:
-                hidden_SH = self._advance([(sequences[r], drafts[r]) for r in rows], hidden_SH)
-            drafting = [sequences[row] for row in rows]
-            refuse_nan(hidden_SH, [1] * len(rows), drafting, self._cache)
-            logits_SV = self._model.mtp_logits(hidden_SH)
-            for i, row in enumerate(rows):
-                sequences[row].constrain(logits_SV[i : i + 1], drafts[row], first=depth)
-            tokens_S = self._sampler.sample(
-                logits_SV,
-                [sequences[row].sampling for row in rows],
-                [sequences[row].num_tokens + depth for row in rows],
-            )
-            for row, token in zip(rows, tokens_S.tolist(), strict=True):
-                drafts[row].append(token)
+            if depth > last_module:
+                hidden_SH = self._advance(drafting, hidden_SH)
+            self._draft(drafting, hidden_SH, min(depth, last_module))
+        for sequence, hidden_RH in before:
+            sequence.keep_hidden(hidden_RH, self._num_modules - 1)
         return drafts
 
-    def count_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
-        return max(1, *num_drafts) if self._rows(sequences, num_drafts) else 0
+    def pass_rows(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
+        pairs = zip(sequences, num_drafts, strict=True)
+        waiting = sum(s.num_context + s.num_pending for s, wanted in pairs if wanted > 0)
+        if not waiting:
+            return []
+        later = range(self._num_modules, max(num_drafts))
+        through_modules = [waiting] * self._num_modules
+        return through_modules + [sum(wanted > depth for wanted in num_drafts) for depth in later]
 
     @staticmethod
-    def _rows(sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
-        """The sequences that draft in this step, or whose hidden states have waited enough."""
-        return [
-            row
-            for row, (sequence, wanted) in enumerate(zip(sequences, num_drafts, strict=True))
-            if wanted > 0 or sequence.num_pending >= MAX_PENDING
-        ]
+    def _rows(
+        sequences: Seq[Sequence], num_drafts: Seq[int], drafts: Seq[list[int]]
+    ) -> list[HiddenRows]:
+        """Those of the sequences that draft in this step."""
+        rows: list[HiddenRows] = []
+        for sequence, wanted, proposed in zip(sequences, num_drafts, drafts, strict=True):
+            if wanted > 0:
+                hidden_RH, last_slot = sequence.pending_hidden, sequence.num_computed
+                assert hidden_RH is not None, sequence.key
+                first_slot = last_slot - sequence.num_pending + 1
+                assert first_slot >= sequence.num_shared, (first_slot, sequence.num_shared)
+                first_row = last_slot - hidden_RH.shape[0]
+                span = (first_row, first_slot, last_slot)
+                rows.append(HiddenRows(sequence, *span, hidden_RH, proposed, wanted))
+        return rows
 
-    def _write_pending(self, sequences: list[Sequence]) -> Tensor:
-        """Write the sequences' waiting MTP entries; returns each one's last output, [S, H]."""
-        parts: list[SequenceInput] = []
-        hidden: list[Tensor] = []
-        for sequence in sequences:
-            assert sequence.pending_hidden is not None, sequence.key
-            first_slot = sequence.num_computed - sequence.num_pending + 1
-            assert first_slot >= sequence.num_shared, (first_slot, sequence.num_shared)
-            parts.append((sequence.token_ids[first_slot:], first_slot, sequence.block_table))
-            hidden.append(sequence.pending_hidden)
-            sequence.pending_hidden = None
-        hidden_TH = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        inputs = StepInputs.build(parts, hidden_TH.device)
-        return self._passes.mtp_forward(inputs, hidden_TH, self._cache, last_only=True)
+    def _draft(self, drafting: Seq[HiddenRows], hidden_SH: Tensor, module: int) -> None:
+        """Samples the next draft of each sequence from what the module made of its last row."""
+        sequences = [one.sequence for one in drafting]
+        refuse_nan(hidden_SH, [1] * len(drafting), sequences, self._cache)
+        logits_SV = self._model.mtp_logits(hidden_SH, module)
+        for i, one in enumerate(drafting):
+            one.sequence.constrain(logits_SV[i : i + 1], one.drafts, first=len(one.drafts))
+        params = [sequence.sampling for sequence in sequences]
+        positions = [one.sequence.num_tokens + len(one.drafts) for one in drafting]
+        tokens_S = self._sampler.sample(logits_SV, params, positions)
+        for one, token in zip(drafting, tokens_S.tolist(), strict=True):
+            one.drafts.append(token)
 
-    def _advance(self, drafting: list[tuple[Sequence, list[int]]], hidden_SH: Tensor) -> Tensor:
-        """One more pass: the newest draft of each sequence at its own slot, on recycled hidden."""
+    def _advance(self, drafting: Seq[HiddenRows], hidden_SH: Tensor) -> Tensor:
+        """One more pass of the last module: each sequence's newest draft at its own slot, on
+        recycled hidden."""
         parts: list[SequenceInput] = [
-            (drafts[-1:], sequence.num_tokens + len(drafts) - 1, sequence.block_table)
-            for sequence, drafts in drafting
+            (one.drafts[-1:], one.last_slot + len(one.drafts), one.sequence.block_table)
+            for one in drafting
         ]
         inputs = StepInputs.build(parts, hidden_SH.device)
-        return self._passes.mtp_forward(inputs, hidden_SH, self._cache)
+        module = self._num_modules - 1
+        return self._passes.mtp_forward(inputs, hidden_SH, self._cache, module=module)
 
 
 class ScriptedDraftSource:
@@ -186,16 +202,16 @@ class ScriptedDraftSource:
             self._timed_source.propose(sequences, num_drafts)
         else:
             for sequence in sequences:
-                sequence.pending_hidden = None
+                sequence.pending_hidden, sequence.num_context = None, 0
         return [
             [self._draft(sequence, sequence.num_tokens + depth) for depth in range(wanted)]
             for sequence, wanted in zip(sequences, num_drafts, strict=True)
         ]
 
-    def count_passes(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> int:
+    def pass_rows(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
         if self._timed_source is None:
-            return 0
-        return self._timed_source.count_passes(sequences, num_drafts)
+            return []
+        return self._timed_source.pass_rows(sequences, num_drafts)
 
     def _draft(self, sequence: Sequence, position: int) -> int:
         """The true token at `position` of prompt + output, or its neighbour."""

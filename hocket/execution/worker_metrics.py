@@ -7,8 +7,8 @@ Prometheus counter when someone asks. `observe` is told every turn by the server
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -99,7 +99,8 @@ class EngineMetrics:
     """What one worker shows of its engine."""
 
     def __init__(self, role: Role, counters: Mapping[str, object]) -> None:
-        """`counters`: dataclasses of counts by the beginning of their metrics' names."""
+        """`counters`: dataclasses of counts by the beginning of their metrics' names; a collector
+        names its own."""
         self.registry = CollectorRegistry()
         self._worker = WorkerMetrics(self.registry)
         self._decode = DecodeMetrics(self.registry) if role is Role.DECODE else None
@@ -112,7 +113,10 @@ class EngineMetrics:
             registry=self.registry,
         )
         for prefix, counts in counters.items():
-            self.registry.register(CounterCollector(prefix, counts))
+            if is_dataclass(counts):
+                self.registry.register(CounterCollector(prefix, counts))
+            else:
+                self.registry.register(cast(Collector, counts))
 
     def observe_identity(self, worker: WorkerDescription) -> None:
         """Who the worker is; again when its transport has become known."""

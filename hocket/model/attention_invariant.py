@@ -1,198 +1,267 @@
 """Batch-invariant attention: a query's result depends on its own context alone, bit for bit.
 
-The unit of work is a pair (query, block of its context): scores of all heads against the block's
-64 entries, one product of a fixed shape. Maxima, weights and weighted sums are made per pair; a
-query's pairs are then added in block order. So neither the length of the chunk, nor the company,
-nor the number of blocks that other queries have can change the order of a sum. All in fp32.
+The unit of work is a few neighbouring queries of one sequence and the blocks of its context. Scores
+are one product, maxima are exact in any order, and what follows goes block by block: weights are
+added within a block, then block after block, and so are the weighted entries. Blocks behind a
+query's own context add exact zeros. So neither the length of the chunk, nor the company, nor the
+number of blocks that other queries have can change the order of a sum. All in fp32.
 
-Queries are grouped so that block j is attended by a suffix of the group (queries sorted by
-context): one sequence's long chunk shares each block among its queries, and many short ones
-gather a copy of the block per query. Both make the same products.
+What is left is that a product's row must not depend on the number of rows beside it. `least_rows`
+says from how many rows on that holds here; where it never does, every query is a unit of its own,
+and every block a product of its own, so that all products have one shape.
 
 Shape letters: T queries, H heads, W entry width, L latent width, B blocks of the pool, N tokens
-of a block, P pairs (sorted by block number, then query).
+of a block, U units, Q queries of a unit, R = Q * H rows of a unit, M context slots of a unit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.attention import AttentionPlan, write_rows
 from hocket.model.step_inputs import StepInputs
 
-MAX_GATHERED_QUERIES = 8
-"""Sequences with more queries share their blocks instead of gathering a copy per query."""
-MAX_GROUP_PAIRS = 8192
-"""Bounds the memory of one group's scores."""
+MAX_SHORT_QUERIES = 8
+"""A sequence with more queries is cut at the ends of its blocks, into units of their own size."""
+GROUP_BYTES = 2**20
+"""Of a group's entries in fp32, so that what is gathered and what is made of it stay in a core's
+cache; a unit with more is a group of its own."""
+_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512)
+_MAX_LEAST_ROWS = 16
+
+
+@cache
+def least_rows(width: int, size: int) -> int | None:
+    """From how many rows on a row's products with blocks of `size` entries have bits of their own;
+    None: never.
+
+    Kernels for very few rows add in another order. Nobody promises that the others agree, so this
+    tries them: one unit and several, one block and several.
+    """
+    rows_RW = torch.randn(_ROW_COUNTS[-1], width, generator=torch.Generator().manual_seed(1))
+    entries_MW = torch.randn(5 * size, width, generator=torch.Generator().manual_seed(2))
+    bias_M = torch.zeros(5 * size)
+
+    def products(num_rows: int, num_units: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
+        num_slots = num_blocks * size
+        query_URW = rows_RW[:num_rows].repeat(num_units, 1, 1)
+        context_UMW = entries_MW[:num_slots].repeat(num_units, 1, 1)
+        bias_U1M = bias_M[:num_slots].expand(num_units, 1, -1)
+        scores_URM = _scores(query_URW, context_UMW, bias_U1M, 0.1)
+        _, latent_URL = _sum_blocks(scores_URM[..., :size], context_UMW[:, :size], size)
+        return scores_URM[-1, :, :size], latent_URL[-1]
+
+    def agrees(num_rows: int) -> bool:
+        return all(
+            torch.equal(found, all_rows[:num_rows])
+            for num_units, num_blocks in ((1, 1), (1, 5), (3, 1), (3, 5))
+            for found, all_rows in zip(
+                products(num_rows, num_units, num_blocks), expected, strict=True
+            )
+        )
+
+    expected = products(_ROW_COUNTS[-1], 1, 1)
+    least = 1 + max((n for n in _ROW_COUNTS if not agrees(n)), default=0)
+    return least if least <= _MAX_LEAST_ROWS else None
+
+
+def _scores(
+    query_URW: torch.Tensor, context_UMW: torch.Tensor, bias_URM: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return torch.baddbmm(bias_URM, query_URW, context_UMW.transpose(1, 2), alpha=scale)
+
+
+def _sum_blocks(
+    weights_URM: torch.Tensor, values_UML: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of weights [U, R, 1] and weighted values [U, R, L], added in block order."""
+    num_slots = weights_URM.shape[-1]
+    if num_slots == size:
+        return weights_URM.sum(-1, keepdim=True), torch.bmm(weights_URM, values_UML)
+    totals = weights_URM.unflatten(-1, (-1, size)).sum(-1).cumsum(-1)[..., -1:]
+    latent_URL = torch.bmm(weights_URM[..., :size], values_UML[:, :size])
+    for start in range(size, num_slots, size):
+        end = start + size
+        latent_URL.baddbmm_(weights_URM[..., start:end], values_UML[:, start:end])
+    return totals, latent_URL
 
 
 @dataclass(frozen=True)
-class PairGroup:
-    """Some queries, sorted by the number of blocks they attend, and their pairs."""
+class UnitGroup:
+    """Units of like size. Shorter ones repeat their last query and their first block."""
 
-    order: torch.Tensor | slice
-    """Which tokens of the flat batch, in the group's order."""
-    starts: tuple[int, ...]
-    """Block j is attended by the group's queries starts[j], starts[j] + 1, ..."""
-    num_queries: int
-    pair_queries: torch.Tensor
-    """[P] query of each pair, in the group's order."""
-    pair_blocks: torch.Tensor
-    """[P] physical block of each pair, or [blocks] where one sequence shares them."""
-    is_shared: bool
-    hidden_PN: torch.Tensor
-    """[P, 1, N] True where the query may not attend."""
+    query_rows: torch.Tensor | None
+    """[U * Q] row of the flat batch of each query; None when they are its rows as they are."""
+    blocks: torch.Tensor
+    """[U * blocks] physical blocks."""
+    bias_UQ1M: torch.Tensor
+    """0 where a query may attend, -inf elsewhere."""
+    least_rows: int | None
 
     def attend(
-        self, query_THW: torch.Tensor, entries_BNW: torch.Tensor, latent_width: int
+        self, query_THW: torch.Tensor, entries_BNW: torch.Tensor, latent_width: int, scale: float
     ) -> torch.Tensor:
-        """Weighted latents of this group's queries, fp32 [its queries, H, L]."""
-        context = entries_BNW.index_select(0, self.pair_blocks).float()
-        query_THW = query_THW[self.order]
-        if self.is_shared:
-            scores_PHN = torch.cat(
-                [
-                    torch.bmm(query_THW[start:], context[j].t().expand(self._count(j), -1, -1))
-                    for j, start in enumerate(self.starts)
-                ]
-            )
+        """Weighted latents of this group's queries, fp32 [U * Q, H, L]."""
+        num_units, num_queries, _, num_slots = self.bias_UQ1M.shape
+        if self.query_rows is not None:
+            query_THW = query_THW.index_select(0, self.query_rows)
+        num_heads, width = query_THW.shape[1:]
+        query_URW = query_THW[: num_units * num_queries].view(num_units, -1, width)
+        context_BNW = entries_BNW.index_select(0, self.blocks).float()
+        context_UMW = context_BNW.view(num_units, num_slots, width)
+        bias_URM = self.bias_UQ1M.flatten(1, 2)
+        if num_queries > 1:
+            bias_URM = bias_URM.repeat_interleave(num_heads, 1)
+        num_rows, size = num_queries * num_heads, context_BNW.shape[1]
+        if self.least_rows is None:
+            parts = zip(context_UMW.split(size, 1), bias_URM.split(size, -1), strict=True)
+            scores_URM = torch.cat([_scores(query_URW, c, bias, scale) for c, bias in parts], -1)
         else:
-            pairs_PHW = query_THW.index_select(0, self.pair_queries)
-            scores_PHN = torch.bmm(pairs_PHW, context.transpose(1, 2))
-        scores_PHN.masked_fill_(self.hidden_PN, float("-inf"))
-        most_PH1 = scores_PHN.amax(-1, keepdim=True)
-        weights_PHN = scores_PHN.sub_(most_PH1).exp_()
-        totals_PH1 = weights_PHN.sum(-1, keepdim=True)
-        values = context[..., :latent_width]
-        if self.is_shared:
-            pairs = weights_PHN.split([self._count(j) for j in range(len(self.starts))])
-            latents_PHL = torch.cat(
-                [
-                    torch.bmm(pair, values[j].expand(pair.shape[0], -1, -1))
-                    for j, pair in enumerate(pairs)
-                ]
-            )
-        else:
-            latents_PHL = torch.bmm(weights_PHN, values)
-        return self._combine(most_PH1, totals_PH1, latents_PHL)
-
-    def _count(self, block: int) -> int:
-        return self.num_queries - self.starts[block]
-
-    def _combine(
-        self, most_PH1: torch.Tensor, totals_PH1: torch.Tensor, latents_PHL: torch.Tensor
-    ) -> torch.Tensor:
-        """Add a query's pairs in block order, each scaled to the query's own maximum."""
-        if len(self.starts) == 1:
-            return latents_PHL.div_(totals_PH1)
-        counts = [self._count(j) for j in range(len(self.starts))]
-        # Every query attends block 0, so its pairs are the first `num_queries` ones.
-        most_TH1 = most_PH1[: self.num_queries].clone()
-        for start, most in zip(self.starts[1:], most_PH1.split(counts)[1:], strict=True):
-            torch.maximum(most_TH1[start:], most, out=most_TH1[start:])
-        scale_PH1 = (most_PH1 - most_TH1.index_select(0, self.pair_queries)).exp_()
-        totals_PH1 = totals_PH1 * scale_PH1
-        latents_PHL.mul_(scale_PH1)
-        sum_TH1 = totals_PH1[: self.num_queries].clone()
-        sum_THL = latents_PHL[: self.num_queries].clone()
-        rest = zip(self.starts, totals_PH1.split(counts), latents_PHL.split(counts), strict=True)
-        for j, (start, total, latent) in enumerate(rest):
-            if j:
-                sum_TH1[start:].add_(total)
-                sum_THL[start:].add_(latent)
-        return sum_THL.div_(sum_TH1)
+            missing = (0, 0, 0, max(0, self.least_rows - num_rows))
+            if missing[-1]:
+                query_URW = F.pad(query_URW, missing)
+                bias_URM = bias_URM if num_queries == 1 else F.pad(bias_URM, missing)
+            scores_URM = _scores(query_URW, context_UMW, bias_URM, scale)
+        weights_URM = scores_URM.sub_(scores_URM.amax(-1, keepdim=True)).exp_()
+        totals, latent_URL = _sum_blocks(weights_URM, context_UMW[..., :latent_width], size)
+        latent_URL = latent_URL.div_(totals)[:, :num_rows]
+        return latent_URL.reshape(-1, num_heads, latent_width)
 
 
 @dataclass(frozen=True)
 class InvariantBatch:
     """All queries of a step, in groups."""
 
-    groups: tuple[PairGroup, ...]
+    groups: tuple[UnitGroup, ...]
+    order: torch.Tensor | None
+    """[T] where each query's result is among those of all groups; None: where the query is."""
 
     def attend(
         self, query_THW: torch.Tensor, entries_BNW: torch.Tensor, latent_width: int, scale: float
     ) -> torch.Tensor:
-        query_THW = query_THW * scale
-        if len(self.groups) == 1 and self.groups[0].order == slice(0, query_THW.shape[0]):
-            return self.groups[0].attend(query_THW, entries_BNW, latent_width)
-        # Rows of no group are padding.
-        out_THL = query_THW.new_zeros(*query_THW.shape[:2], latent_width)
-        for group in self.groups:
-            out_THL[group.order] = group.attend(query_THW, entries_BNW, latent_width)
-        return out_THL
+        parts = [g.attend(query_THW, entries_BNW, latent_width, scale) for g in self.groups]
+        out_THL = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.order is not None:
+            out_THL = out_THL.index_select(0, self.order)
+        # Rows behind the last query are padding.
+        missing = query_THW.shape[0] - out_THL.shape[0]
+        return F.pad(out_THL, (0, 0, 0, 0, 0, missing)) if missing else out_THL
+
+
+class Unit(NamedTuple):
+    """Some neighbouring queries of a sequence."""
+
+    sequence: int
+    row: int
+    """Of the first one in the flat batch."""
+    num_queries: int
+    num_blocks: int
+    is_short: bool
 
 
 def plan_invariant_attention(
     inputs: StepInputs, cache: PagedCache, first_slot: int = 0
 ) -> AttentionPlan:
     """The plan of batch-invariant mode. `first_slot` as in `plan_attention`."""
-    size = cache.layout.block_tokens
-    groups: list[PairGroup] = []
-    gathered: list[tuple[int, int, int]] = []
-    row = 0
-    for sequence, (first, length) in enumerate(
-        zip(inputs.first_positions, inputs.query_lengths, strict=True)
-    ):
-        queries = [(p // size + 1, row + p - first, sequence) for p in range(first, first + length)]
-        row += length
-        if length > MAX_GATHERED_QUERIES:
-            groups += [_group(part, inputs, size, first_slot) for part in _parts(queries)]
-        else:
-            gathered += queries
-    groups += [_group(part, inputs, size, first_slot) for part in _parts(sorted(gathered))]
+    layout = cache.layout
+    size, width = layout.block_tokens, layout.entry_width
+    least = least_rows(width, size) if cache.device.type == "cpu" else None
+    # Without freedom in rows there are many units, and copies of their entries, for one sequence.
+    max_blocks = GROUP_BYTES // (4 * size * width) * (1 if least is not None else 64)
+    parts = _grouped(_units(inputs, size, least is not None), max_blocks)
+    built = [_group(units, inputs, size, first_slot, least) for units in parts]
+    rows = [row for _, group_rows in built for row in group_rows]
+    order: torch.Tensor | None = None
+    if rows != list(range(inputs.num_tokens)):
+        place_of = {row: place for place, row in enumerate(rows)}
+        places = [place_of[row] for row in range(inputs.num_tokens)]
+        order = torch.tensor(places, device=inputs.positions.device)
     return AttentionPlan(
         write_rows=write_rows(inputs, cache),
-        latent=InvariantBatch(tuple(groups)),
+        latent=InvariantBatch(tuple(group for group, _ in built), order),
         latent_rows=None,
         expanded=(),
     )
 
 
-def _parts(queries: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Cut (blocks, row, sequence) into runs of at most `MAX_GROUP_PAIRS` pairs."""
-    parts: list[list[tuple[int, int, int]]] = []
-    num_pairs = 0
-    for query in queries:
-        if not parts or num_pairs + query[0] > MAX_GROUP_PAIRS:
-            parts.append([])
-            num_pairs = 0
-        parts[-1].append(query)
-        num_pairs += query[0]
-    return parts
+def _units(inputs: StepInputs, size: int, is_free: bool) -> list[Unit]:
+    """In the order of the flat batch. Without freedom in rows every query is a unit."""
+    units: list[Unit] = []
+    row = 0
+    for sequence, (first, length) in enumerate(
+        zip(inputs.first_positions, inputs.query_lengths, strict=True)
+    ):
+        end = first + length
+        is_short = length <= MAX_SHORT_QUERIES
+        while first < end:
+            stop = end if is_short else min(end, (first // size + 1) * size)
+            stop = stop if is_free else first + 1
+            units.append(Unit(sequence, row, stop - first, (stop - 1) // size + 1, is_short))
+            row += stop - first
+            first = stop
+    return units
+
+
+def _grouped(units: list[Unit], max_blocks: int) -> list[list[Unit]]:
+    """Neighbours of like size: short units with up to twice as many blocks as others, long ones
+    with as many queries and blocks."""
+    counts = [unit.num_blocks for unit in units]
+    if not all(unit.is_short for unit in units) or max(counts) > 2 * min(counts):
+        units.sort(key=lambda unit: (unit.is_short, unit.num_blocks, unit.num_queries))
+    groups: list[list[Unit]] = []
+    most = 0
+    for unit in units:
+        last = groups[-1] if groups else []
+        most = max(most, unit.num_blocks)
+        if (
+            last
+            and (len(last) + 1) * most <= max_blocks
+            and unit.is_short == last[0].is_short
+            and (most <= 2 * last[0].num_blocks if unit.is_short else unit[2:] == last[0][2:])
+        ):
+            last.append(unit)
+        else:
+            groups.append([unit])
+            most = unit.num_blocks
+    return groups
 
 
 def _group(
-    queries: list[tuple[int, int, int]], inputs: StepInputs, size: int, first_slot: int
-) -> PairGroup:
+    units: Sequence[Unit], inputs: StepInputs, size: int, first_slot: int, least: int | None
+) -> tuple[UnitGroup, list[int]]:
+    """The group and the row of each of its queries; a repeated query counts once more."""
     device = inputs.positions.device
-    most_blocks = queries[-1][0]
-    starts = tuple(
-        next(i for i, query in enumerate(queries) if query[0] > j) for j in range(most_blocks)
+    num_queries = max(unit.num_queries for unit in units)
+    num_blocks = max(unit.num_blocks for unit in units)
+    rows: list[int] = []
+    blocks: list[int] = []
+    for unit in units:
+        end = unit.row + unit.num_queries
+        rows += range(unit.row, end)
+        rows += [end - 1] * (num_queries - unit.num_queries)
+        own = inputs.host_block_tables[unit.sequence][: unit.num_blocks]
+        blocks += own
+        # Not somebody else's: zero times NaN would come through the mask.
+        blocks += [own[0]] * (num_blocks - len(own))
+    is_whole = rows == list(range(inputs.num_tokens))
+    query_rows = None if is_whole else torch.tensor(rows, device=device)
+    last = inputs.positions if query_rows is None else inputs.positions[query_rows]
+    slots_M = torch.arange(num_blocks * size, device=device)
+    hidden_UQ1M = slots_M > last.view(len(units), num_queries, 1, 1)
+    if first_slot:
+        hidden_UQ1M |= slots_M < first_slot
+    bias_UQ1M = torch.zeros(hidden_UQ1M.shape, device=device)
+    group = UnitGroup(
+        query_rows=query_rows,
+        blocks=torch.tensor(blocks, device=device),
+        bias_UQ1M=bias_UQ1M.masked_fill_(hidden_UQ1M, float("-inf")),
+        least_rows=least,
     )
-    rows = [row for _, row, _ in queries]
-    is_run = rows == list(range(rows[0], rows[0] + len(rows)))
-    sequences = {sequence for _, _, sequence in queries}
-    is_shared = len(sequences) == 1 and len(queries) > MAX_GATHERED_QUERIES
-    pairs = [(j, i) for j, start in enumerate(starts) for i in range(start, len(queries))]
-    if is_shared:
-        blocks = list(inputs.host_block_tables[sequences.pop()][:most_blocks])
-    else:
-        blocks = [inputs.host_block_tables[queries[i][2]][j] for j, i in pairs]
-    pair_queries = torch.tensor([i for _, i in pairs], device=device)
-    pair_starts = torch.tensor([j * size for j, _ in pairs], device=device)
-    order = torch.tensor(rows, device=device)
-    slots_PN = pair_starts[:, None] + torch.arange(size, device=device)
-    last_P1 = inputs.positions[order][pair_queries][:, None]
-    hidden_PN = (slots_PN > last_P1) | (slots_PN < first_slot)
-    return PairGroup(
-        order=slice(rows[0], rows[-1] + 1) if is_run else order,
-        starts=starts,
-        num_queries=len(queries),
-        pair_queries=pair_queries,
-        pair_blocks=torch.tensor(blocks, device=device),
-        is_shared=is_shared,
-        hidden_PN=hidden_PN[:, None],
-    )
+    return group, rows

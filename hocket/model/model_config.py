@@ -220,7 +220,7 @@ class _Reader:
             norm_topk_prob=bool(self._raw.get("norm_topk_prob", True)),
             routed_scaling_factor=float(self._raw.get("routed_scaling_factor", 1.0)),
             num_dense_layers=int(self._raw.get("first_k_dense_replace") or 0),
-            num_mtp_layers=int(self._raw.get("num_nextn_predict_layers") or 0),
+            num_mtp_layers=self._count("num_nextn_predict_layers", least=0),
             rms_norm_eps=float(self._raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta") or self._raw.get("rope_theta", 10000.0)),
             rope_interleaved=bool(self._raw.get("rope_interleave", True)),
@@ -242,10 +242,12 @@ class _Reader:
             value=value,
         )
 
-    def _count(self, key: str) -> int:
+    def _count(self, key: str, least: int = 1) -> int:
         value = self._raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._refuse(key, value, "a whole number above 0")
+        if value is None and least == 0:
+            return 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._refuse(key, value, f"a whole number, at least {least}")
         return value
 
     def _check_supported(self) -> None:
@@ -275,7 +277,6 @@ class _Reader:
             "moe_layer_freq": (1,),
             "tensor_parallel_size": (1,),
             "context_parallel_size": (1,),
-            "num_nextn_predict_layers": (0, 1),
         }
         for key, values in fixed.items():
             value = self._raw.get(key)

@@ -26,7 +26,7 @@ class Router:
     """Chooses experts with grouped top-k of sigmoid scores. Weights are fp32."""
 
     def __init__(
-        self, config: ModelConfig, weight_EH: torch.Tensor, bias_E: torch.Tensor, numerics: Numerics
+        self, config: ModelConfig, weight_EH: Weight, bias_E: torch.Tensor, numerics: Numerics
     ) -> None:
         self._config = config
         self._numerics = numerics
@@ -122,35 +122,54 @@ class ExpertTables:
         """`experts` is (gate_up [2I, H], down [H, I]) of each, the last `num_shared` shared."""
         num_routed = len(experts) - num_shared
         self.max_tokens = self.MAX_ROWS_PER_EXPERT * num_routed // num_chosen
-        self.takes_shared = num_shared > 0
+        # A sum over parts of a wider expert has other bits than the whole.
+        self.takes_shared = num_shared == 1 or (num_shared > 0 and not numerics.is_batch_invariant)
         max_products = self.max_tokens * num_chosen + self.MAX_TOKENS_WITH_SHARED * num_shared
-        self._gate_up = RowTable([gate_up for gate_up, _ in experts], max_products)
-        self._down = RowTable([down for _, down in experts], max_products)
+        gate_ups, downs = zip(*experts, strict=True)
+        self._gate_up = RowTable([numerics.as_multiplied(w) for w in gate_ups], max_products)
+        self._down = RowTable([numerics.as_multiplied(w) for w in downs], max_products)
         shape = (self.MAX_TOKENS_WITH_SHARED, num_shared)
         self._shared_TS = torch.arange(num_routed, len(experts)).expand(shape).contiguous()
         self._ones_TS = torch.ones(shape)
         self._numerics = numerics
 
     def with_shared(
-        self, weights_TK: torch.Tensor, experts_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's choice with the shared experts behind it."""
-        num_tokens = weights_TK.shape[0]
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """What `__call__` gives, and the shared experts' part added, [T, H]."""
+        num_tokens, num_chosen = experts_TK.shape
+        experts_TK = torch.cat([experts_TK, self._shared_TS[:num_tokens]], -1)
+        if self._numerics.is_batch_invariant:
+            # Added like a shared expert that was computed elsewhere.
+            result_TKH = self._each(x_TH, experts_TK).view(num_tokens, num_chosen + 1, -1)
+            routed_TH = _weighted(result_TKH[:, :num_chosen].float(), weights_TK)
+            return result_TKH[:, num_chosen].add_(routed_TH)
         weights_TK = torch.cat([weights_TK, self._ones_TS[:num_tokens]], -1)
-        return weights_TK, torch.cat([experts_TK, self._shared_TS[:num_tokens]], -1)
+        return self(x_TH, weights_TK, experts_TK)
 
     def __call__(
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor
     ) -> torch.Tensor:
-        """sum over k of weight * expert(x), [T, H]."""
+        """sum over k of weight * expert(x), [T, H]; fp32 in batch-invariant mode."""
         num_tokens, num_chosen = experts_TK.shape
         if num_tokens > self.MAX_UNSORTED_TOKENS:
             return self._sorted(x_TH, weights_TK, experts_TK)
-        x_TKH = x_TH[:, None].expand(-1, num_chosen, -1)
-        x_R1H = x_TKH.reshape(num_tokens * num_chosen, 1, -1)
-        gated_RI = self._numerics.gated(self._gate_up.sums(x_R1H, experts_TK.view(-1, 1)))
-        gated_TKI = gated_RI.view(num_tokens, num_chosen, -1).mul_(weights_TK[..., None])
-        return self._down.sums(gated_TKI, experts_TK)
+        if self._numerics.is_batch_invariant:
+            result_TKH = self._each(x_TH, experts_TK).view(num_tokens, num_chosen, -1)
+            return _weighted(result_TKH.float(), weights_TK)
+        gated_TKI = self._gated(x_TH, experts_TK).view(num_tokens, num_chosen, -1)
+        return self._down.sums(gated_TKI.mul_(weights_TK[..., None]), experts_TK)
+
+    def _gated(self, x_TH: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+        """Row by row in order of (token, k), [T * K, I]."""
+        x_TKH = x_TH[:, None].expand(-1, experts_TK.shape[1], -1)
+        x_R1H = x_TKH.reshape(-1, 1, x_TH.shape[1])
+        return self._numerics.gated(self._gate_up.sums(x_R1H, experts_TK.view(-1, 1)))
+
+    def _each(self, x_TH: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+        """Every chosen expert's own result, [T * K, H]."""
+        gated_R1I = self._gated(x_TH, experts_TK)[:, None]
+        return self._down.sums(gated_R1I, experts_TK.view(-1, 1))
 
     def _sorted(
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor
@@ -163,8 +182,13 @@ class ExpertTables:
         result_RH = self._down.sums(gated_RI[:, None], experts_R[:, None])
         result_TKH = torch.empty_like(result_RH, dtype=torch.float32)
         result_TKH.index_copy_(0, order_R, result_RH.float())
-        result_TKH = result_TKH.view(*experts_TK.shape, -1)
-        return torch.bmm(weights_TK[:, None], result_TKH)[:, 0].to(x_TH.dtype)
+        routed_TH = _weighted(result_TKH.view(*experts_TK.shape, -1), weights_TK)
+        return routed_TH if self._numerics.is_batch_invariant else routed_TH.to(x_TH.dtype)
+
+
+def _weighted(result_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """sum over k of weight * result, fp32 [T, H], as a dispatcher combines."""
+    return torch.bmm(weights_TK[:, None], result_TKH)[:, 0]
 
 
 class MoE:
@@ -213,7 +237,7 @@ class MoE:
         experts_TK: torch.Tensor,
     ) -> torch.Tensor:
         if self.shared is None:
-            return tables(x_TH, weights_TK, experts_TK)
+            return tables(x_TH, weights_TK, experts_TK).to(x_TH.dtype)
         if tables.takes_shared and x_TH.shape[0] <= tables.MAX_TOKENS_WITH_SHARED:
-            return tables(x_TH, *tables.with_shared(weights_TK, experts_TK))
-        return tables(x_TH, weights_TK, experts_TK).add_(self.shared(x_TH))
+            return tables.with_shared(x_TH, weights_TK, experts_TK)
+        return self.shared(x_TH).add_(tables(x_TH, weights_TK, experts_TK))

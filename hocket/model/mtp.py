@@ -1,8 +1,9 @@
-"""The multi-token prediction module: one more decoder layer that guesses the token after next.
+"""A multi-token prediction module: one more decoder layer that guesses a token further ahead.
 
-For position i it takes the main model's hidden state h_i and the next token t_{i+1}, and predicts
-t_{i+2}. Its cache entry lives in slot i+1, so that a block depends only on the tokens it covers.
-Its result z is recycled as the hidden state of the next draft. See arXiv 2412.19437, section 2.2.
+For position i module j, counted from 1, takes the hidden state h_i that module j - 1 made (the
+first one: the main model's) and the token t_{i+j}, and predicts t_{i+j+1}. Its cache entry lives
+in slot i+j, so that a block depends only on the tokens it covers. Drafts that go further than
+there are modules re-use the last one on its own result z. See arXiv 2412.19437, section 2.2.
 
 Shape letters: T tokens, H hidden size.
 """
@@ -18,8 +19,7 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.model.attention import AttentionPlan
 from hocket.model.decoder_layer import DecoderLayer
 from hocket.model.layers import RMSNorm, Rotation
-from hocket.model.numerics import Numerics, Weight
-from hocket.model.packed_head import PackedHead
+from hocket.model.numerics import Head, Numerics, Weight
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MTPParts:
     layer: DecoderLayer
     output_norm: RMSNorm
     embedding: torch.Tensor
-    head: torch.Tensor | PackedHead
+    head: Head
 
 
 class MTPModule:

@@ -1,13 +1,15 @@
 """The few operations whose bits depend on how many rows they are given, in two flavours.
 
-`FastNumerics` takes PyTorch's own kernels. `InvariantNumerics` computes every row by one kernel
-shape whatever the number of rows, so that a token's result is bit-equal whatever its company:
-- matrix products run in tiles of `ROW_TILE` rows (callers pad rows to a multiple of it);
+`FastNumerics` takes PyTorch's own kernels. `InvariantNumerics` gives a row the same bits whatever
+rows it is computed with, so that a token's result is bit-equal whatever its company:
+- matrix products take kernels that were seen to do so (`row_products`); where there are none, they
+  run in tiles of `ROW_TILE` rows, so that there is only one shape;
 - sigmoids are built from `exp`, negation, addition and division: PyTorch's own sigmoid and silu
   treat the last few elements of a buffer with another instruction than the rest.
 The model is written once against `Numerics`; `attention` has one kernel for each flavour.
 
-Shape letters: T rows, K inputs, N outputs, H heads, D and E a head's inputs and outputs, I width.
+Shape letters: T rows, K inputs, N outputs, H heads, D and E a head's inputs and outputs, I width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +21,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from hocket.model.packed_head import PackedHead, can_pack_head
+from hocket.model.row_products import (
+    SharedRows,
+    agreement_of,
+    agreement_of_heads,
+    as_multiplied,
+    can_share_rows,
+    share_rows,
+)
 from hocket.model.row_tables import START_BYTES, RowTable, can_tabulate
 
 ROW_TILE = 8
@@ -37,26 +48,51 @@ class PackedWeight:
     max_table_rows: int = 0
 
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | PackedWeight | SharedRows
 """What `Numerics.linear` multiplies by."""
+Head = Weight | PackedHead
+"""An output head [V, H]; a weight is fp32."""
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """One matrix per head, made by `pack_heads`."""
+    """One matrix per head, made by `Numerics.pack_heads`."""
 
     weight_HDE: torch.Tensor
     """fp32 on a CPU, where the batched product is fastest in it, and in batch-invariant mode."""
     table: RowTable | None
     """For up to `MAX_HEAD_ROWS` rows, as in `PackedWeight`."""
+    least_rows: int | None = None
+    """In batch-invariant mode: from how many rows on a row's bits are its own; None: only in
+    tiles."""
 
 
 class Numerics(Protocol):
-    """How rows are multiplied and activated."""
+    """How weights are laid out, rows multiplied and activated."""
 
     row_tile: int
     """Rows come in multiples of this."""
     is_batch_invariant: bool
+
+    def pack(self, weight_NK: torch.Tensor, with_table: bool = True) -> Weight:
+        """The weight laid out for `linear`; `with_table` adds a table if that pays."""
+        ...
+
+    def pack_heads(self, weight_HED: torch.Tensor) -> HeadWeights:
+        """One matrix [E, D] per head, laid out for `per_head`."""
+        ...
+
+    def pack_head(self, head_VH: torch.Tensor) -> Head:
+        """The output head, whose logits are fp32."""
+        ...
+
+    def can_tabulate(self, weight_NK: torch.Tensor) -> bool:
+        """Whether a table may take the place of this matrix, packed."""
+        ...
+
+    def as_multiplied(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """The matrix that `linear` multiplies by once this one is packed, for tables."""
+        ...
 
     def linear(self, x_TK: torch.Tensor, weight_NK: Weight) -> torch.Tensor:
         """x @ weight.T, [T, N]. The weight may have been through `pack`."""
@@ -81,12 +117,41 @@ class FastNumerics:
     row_tile = 1
     is_batch_invariant = False
 
+    def pack(self, weight_NK: torch.Tensor, with_table: bool = True) -> Weight:
+        """Laid out for oneDNN, once, instead of at every call: twice as fast for few rows and equal
+        bit for bit. Returned as it is where oneDNN does not serve."""
+        if not can_pack(weight_NK):
+            return weight_NK
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), ROW_TILE)
+        if not (with_table and can_tabulate(weight_NK)):
+            return PackedWeight(packed, None)
+        max_rows = max_table_rows(weight_NK)
+        return PackedWeight(packed, RowTable([weight_NK], max_rows), max_rows)
+
+    def pack_heads(self, weight_HED: torch.Tensor) -> HeadWeights:
+        table = None
+        if can_tabulate(weight_HED[0]):
+            table = RowTable(list(weight_HED), MAX_HEAD_ROWS * weight_HED.shape[0])
+        is_fp32 = weight_HED.device.type == "cpu"
+        weight_HDE = weight_HED.float() if is_fp32 else weight_HED
+        return HeadWeights(weight_HDE.transpose(1, 2).contiguous(), table)
+
+    def pack_head(self, head_VH: torch.Tensor) -> Head:
+        return PackedHead(head_VH) if can_pack_head(head_VH) else head_VH.float()
+
+    def can_tabulate(self, weight_NK: torch.Tensor) -> bool:
+        return can_tabulate(weight_NK)
+
+    def as_multiplied(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        return weight_NK
+
     def linear(self, x_TK: torch.Tensor, weight_NK: Weight) -> torch.Tensor:
         if isinstance(weight_NK, torch.Tensor):
             return F.linear(x_TK, weight_NK)
+        assert isinstance(weight_NK, PackedWeight), "packed for batch-invariant mode"
         if weight_NK.table is not None and x_TK.shape[0] <= weight_NK.max_table_rows:
             return weight_NK.table.linear(x_TK)
-        return _packed_linear(x_TK, weight_NK.packed)
+        return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK.packed, None, "none", [], "")
 
     def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
         if weights.table is not None and x_THD.shape[0] <= MAX_HEAD_ROWS:
@@ -104,44 +169,76 @@ class FastNumerics:
 
 
 class InvariantNumerics:
-    """Fixed row tiles: a row's bits depend on the row alone."""
+    """A row's bits depend on the row alone."""
 
-    row_tile = ROW_TILE
     is_batch_invariant = True
 
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.row_tile = 1 if can_share_rows(dtype, device) else ROW_TILE
+
+    def pack(self, weight_NK: torch.Tensor, with_table: bool = True) -> Weight:
+        """Returned as it is where rows can't share a product."""
+        max_rows = max_table_rows(weight_NK) if with_table else 0
+        return share_rows(weight_NK, max_rows) or weight_NK
+
+    def pack_heads(self, weight_HED: torch.Tensor) -> HeadWeights:
+        weight_HED = weight_HED.float()
+        weight_HDE = weight_HED.transpose(1, 2).contiguous()
+        if weight_HED.device.type != "cpu":
+            return HeadWeights(weight_HDE, None)
+        agreement = agreement_of_heads(weight_HDE.shape)
+        table = None
+        if agreement.of_tables and can_tabulate(weight_HED[0]):
+            table = RowTable(list(weight_HED), MAX_HEAD_ROWS * weight_HED.shape[0])
+        return HeadWeights(weight_HDE, table, agreement.least_rows)
+
+    def pack_head(self, head_VH: torch.Tensor) -> Head:
+        if can_pack_head(head_VH) and agreement_of(head_VH).of_rows:
+            return PackedHead(head_VH)
+        return self.pack(head_VH.float(), with_table=False)
+
+    def can_tabulate(self, weight_NK: torch.Tensor) -> bool:
+        return agreement_of(weight_NK).of_tables
+
+    def as_multiplied(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        return as_multiplied(weight_NK)
+
     def linear(self, x_TK: torch.Tensor, weight_NK: Weight) -> torch.Tensor:
-        num_tiles, rest = divmod(x_TK.shape[0], ROW_TILE)
-        assert rest == 0, f"{x_TK.shape[0]} rows are no multiple of {ROW_TILE}"
-        if isinstance(weight_NK, torch.Tensor) and x_TK.dtype == torch.float32:
+        if isinstance(weight_NK, SharedRows):
+            return weight_NK.linear(x_TK)
+        assert isinstance(weight_NK, torch.Tensor), "packed for fast mode"
+        num_rows = x_TK.shape[0]
+        tiles = _tiles(x_TK)
+        if x_TK.dtype == torch.float32:
             # One product per tile: the batched kernel never splits a product over threads.
-            tiles = x_TK.reshape(num_tiles, ROW_TILE, -1)
-            return torch.bmm(tiles, weight_NK.t().expand(num_tiles, -1, -1)).flatten(0, 1)
-        tiles = x_TK.split(ROW_TILE)
-        if isinstance(weight_NK, torch.Tensor):
-            products = [F.linear(tile, weight_NK) for tile in tiles]
-        else:
-            products = [_packed_linear(tile, weight_NK.packed) for tile in tiles]
-        return products[0] if num_tiles == 1 else torch.cat(products)
+            weights = weight_NK.t().expand(tiles.shape[0], -1, -1)
+            return torch.bmm(tiles, weights).flatten(0, 1)[:num_rows]
+        return torch.cat([F.linear(tile, weight_NK) for tile in tiles])[:num_rows]
 
     def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
-        assert x_THD.shape[0] % ROW_TILE == 0, f"{x_THD.shape[0]} rows, tile {ROW_TILE}"
-        tiles = [
-            torch.bmm(tile_RHD.transpose(0, 1), weights.weight_HDE).transpose(0, 1)
-            for tile_RHD in x_THD.to(weights.weight_HDE.dtype).split(ROW_TILE)
-        ]
-        return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        num_rows = x_THD.shape[0]
+        x_THD = x_THD.float()
+        if weights.table is not None and num_rows <= MAX_HEAD_ROWS:
+            return weights.table.each(x_THD)
+        if weights.least_rows is None:
+            products = [torch.bmm(t.transpose(0, 1), weights.weight_HDE) for t in _tiles(x_THD)]
+            return torch.cat(products, 1).transpose(0, 1)[:num_rows]
+        if num_rows < weights.least_rows:
+            x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, weights.least_rows - num_rows))
+        return torch.bmm(x_THD.transpose(0, 1), weights.weight_HDE).transpose(0, 1)[:num_rows]
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().neg().exp_().add_(1.0).reciprocal_()
+        return x.neg().float().exp_().add_(1.0).reciprocal_()
 
     def gated(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = gate_up_T2I.float().chunk(2, dim=-1)
-        return self.sigmoid(gate_TI).mul_(gate_TI).mul_(up_TI).to(gate_up_T2I.dtype)
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        inverse_TI = gate_TI.neg().float().exp_().add_(1.0)
+        return torch.div(gate_TI, inverse_TI).mul_(up_TI).to(gate_up_T2I.dtype)
 
 
-def numerics_for(batch_invariant: bool) -> Numerics:
+def numerics_for(batch_invariant: bool, dtype: torch.dtype, device: torch.device) -> Numerics:
     """The flavour that a mode asks for."""
-    return InvariantNumerics() if batch_invariant else FastNumerics()
+    return InvariantNumerics(dtype, device) if batch_invariant else FastNumerics()
 
 
 def numerics_revision(batch_invariant: bool, device: torch.device) -> str:
@@ -149,7 +246,7 @@ def numerics_revision(batch_invariant: bool, device: torch.device) -> str:
 
     The leading number is raised when a change of ours changes bits. In batch-invariant mode the
     kernels enter too (instruction set or GPU, PyTorch's minor version): bits are promised there.
-    The thread count does not: no product is ever split over threads.
+    The thread count does not: no product is split over threads in a way that its bits show.
     """
     if not batch_invariant:
         return "2-fast"
@@ -158,11 +255,11 @@ def numerics_revision(batch_invariant: bool, device: torch.device) -> str:
     else:
         kernels = torch.cuda.get_device_name(device)
     version = ".".join(torch.__version__.split(".")[:2])
-    return f"2-invariant ({kernels}, torch {version})"
+    return f"3-invariant ({kernels}, torch {version})"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack` would change this weight: bf16 on an x86 CPU that oneDNN serves."""
+    """Whether oneDNN has a layout of its own for it: bf16 on an x86 CPU that it serves."""
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
@@ -172,29 +269,14 @@ def can_pack(weight: torch.Tensor) -> bool:
     )
 
 
-def pack(weight_NK: torch.Tensor, with_table: bool = False) -> Weight:
-    """The weight laid out for oneDNN, once, instead of at every call: twice as fast for few rows
-    and equal bit for bit; `with_table` adds a table if that pays. Returned as it is where oneDNN
-    does not serve. Only `Numerics.linear` can use the result."""
-    if not can_pack(weight_NK):
-        return weight_NK
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), ROW_TILE)
-    if not (with_table and can_tabulate(weight_NK)):
-        return PackedWeight(packed, None)
-    # A table reads the matrix once a row; in the time oneDNN takes to start, START_BYTES of it.
-    max_rows = min(1 + START_BYTES // weight_NK.nbytes, ROW_TILE)
-    return PackedWeight(packed, RowTable([weight_NK], max_rows), max_rows)
+def max_table_rows(weight_NK: torch.Tensor) -> int:
+    """A table reads the matrix once a row; in the time oneDNN takes to start, START_BYTES of it."""
+    return min(1 + START_BYTES // weight_NK.nbytes, ROW_TILE)
 
 
-def pack_heads(weight_HED: torch.Tensor, is_fp32: bool, with_table: bool) -> HeadWeights:
-    """One matrix [E, D] per head, in fp32 if so wanted; `with_table` as in `pack`."""
-    weight_HDE = weight_HED.transpose(1, 2)
-    table = None
-    if with_table and can_tabulate(weight_HED[0]):
-        table = RowTable(list(weight_HED), MAX_HEAD_ROWS * weight_HED.shape[0])
-    dtype = torch.float32 if is_fp32 else weight_HED.dtype
-    return HeadWeights(weight_HDE.to(dtype).contiguous(), table)
-
-
-def _packed_linear(x_TK: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_TK, packed, None, "none", [], "")
+def _tiles(x: torch.Tensor) -> torch.Tensor:
+    """Rows [T, ...] as tiles [*, ROW_TILE, ...], the last one filled up with zero rows."""
+    missing = -x.shape[0] % ROW_TILE
+    if missing:
+        x = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+    return x.unflatten(0, (-1, ROW_TILE))

@@ -1,4 +1,4 @@
-"""The model: embedding, decoder layers, final norm, head, and the MTP module where there is one.
+"""The model: embedding, decoder layers, final norm, head, and the MTP modules where there are any.
 
 `weights.load_model` builds it from a checkpoint; `execution.model_runner` calls it once per step
 with `StepInputs` and the cache. Nothing here keeps state between steps: the cache has it all.
@@ -23,20 +23,20 @@ from hocket.model.layers import RMSNorm, RotaryTable, Rotation, pad_rows
 from hocket.model.model_config import BLOCK_TOKENS, ModelConfig
 from hocket.model.moe import MoE
 from hocket.model.mtp import MTPModule
-from hocket.model.numerics import Numerics, numerics_revision
+from hocket.model.numerics import Head, Numerics, numerics_revision
 from hocket.model.packed_head import PackedHead
 from hocket.model.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
 class TransformerParts:
-    """What `weights` reads: embedding [V, H], layers, norm, head [V, H] fp32 or packed, MTP."""
+    """What `weights` reads: embedding [V, H], layers, norm, head, MTP."""
 
     embedding: torch.Tensor
     layers: list[DecoderLayer]
     final_norm: RMSNorm
-    head: torch.Tensor | PackedHead
-    mtp: MTPModule | None
+    head: Head
+    mtp: tuple[MTPModule, ...]
 
 
 class Transformer(nn.Module):
@@ -58,8 +58,8 @@ class Transformer(nn.Module):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the checkpoint came with an MTP module."""
-        return self.mtp is not None
+        """Whether the checkpoint came with MTP modules."""
+        return bool(self.mtp)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,43 +107,45 @@ class Transformer(nn.Module):
         hidden_TH: torch.Tensor,
         cache: PagedCache,
         last_only: bool = False,
+        module: int = 0,
     ) -> torch.Tensor:
-        """One pass of the MTP module, z [T, H]; with `last_only` that of each sequence's last
+        """One pass of an MTP module, z [T, H]; with `last_only` that of each sequence's last
         token, [S, H]: the others only write their entries.
 
-        `inputs.token_ids[j]` is t_{i+1} and `inputs.positions[j]` is i+1, its slot, where
-        `hidden_TH[j]` is h_i (or a recycled z). Slots 1..i+1 are attended; slot 0 holds nothing.
+        With n = `module` + 1, `inputs.token_ids[j]` is t_{i+n} and `inputs.positions[j]` is i+n,
+        its slot, where `hidden_TH[j]` is h_i of the module before (or a recycled z). Slots n..i+n
+        are attended; those before hold nothing.
         """
-        assert self.mtp is not None, "this checkpoint has no MTP module"
-        assert min(inputs.first_positions) > 0, "MTP entries start at slot 1"
+        first_slot = module + 1
+        assert min(inputs.first_positions) >= first_slot, f"entries start at slot {first_slot}"
         last_only = last_only and max(inputs.query_lengths) > 1
-        rotation, plan = self._plan(inputs, cache, first_slot=1, last_only=last_only)
+        rotation, plan = self._plan(inputs, cache, first_slot, last_only)
         token_ids = pad_rows(inputs.token_ids, self._numerics.row_tile)
         hidden_TH = pad_rows(hidden_TH, self._numerics.row_tile)
-        return self.mtp(token_ids, hidden_TH, rotation, plan, cache)[: plan.num_tokens]
+        z_TH = self.mtp[module](token_ids, hidden_TH, rotation, plan, cache)
+        return z_TH[: plan.num_tokens]
 
     @torch.inference_mode()
-    def take_part(self, is_mtp: bool) -> None:
-        """This rank's share of a pass of its expert-parallel group in which it has no tokens: a
-        main pass, or one of the MTP module."""
-        layers = self.layers if not is_mtp else [self.mtp.layer] if self.mtp is not None else []
+    def take_part(self, module: int | None) -> None:
+        """This rank's share of a pass of its expert-parallel group in which it has no tokens: one
+        of an MTP module, or, with None, a main pass."""
+        layers = self.layers if module is None else [self.mtp[module].layer]
         nothing_0H = self.embedding.new_empty(0, self.config.hidden_size)
         for layer in layers:
             if isinstance(layer.mlp, MoE):
                 layer.mlp.take_part(nothing_0H)
 
     @torch.inference_mode()
-    def mtp_logits(self, z_NH: torch.Tensor) -> torch.Tensor:
-        """Draft logits from `mtp_forward`'s result, fp32 [N, V]."""
-        assert self.mtp is not None, "this checkpoint has no MTP module"
-        return self._head(z_NH, self.mtp.head)
+    def mtp_logits(self, z_NH: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Draft logits from the result of `mtp_forward` with the same module, fp32 [N, V]."""
+        return self._head(z_NH, self.mtp[module].head)
 
-    def _head(self, hidden_NH: torch.Tensor, head_VH: torch.Tensor | PackedHead) -> torch.Tensor:
+    def _head(self, hidden_NH: torch.Tensor, head_VH: Head) -> torch.Tensor:
         if isinstance(head_VH, PackedHead):
             return head_VH(hidden_NH)
         num_rows = hidden_NH.shape[0]
-        rows = pad_rows(hidden_NH.to(head_VH.dtype), self._numerics.row_tile)
-        return self._numerics.linear(rows, head_VH)[:num_rows].float()
+        rows = pad_rows(hidden_NH.float(), self._numerics.row_tile)
+        return self._numerics.linear(rows, head_VH)[:num_rows]
 
     def _plan(
         self, inputs: StepInputs, cache: PagedCache, first_slot: int, last_only: bool = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,7 @@ from hocket.model.mla import MLA, MLAWeights
 from hocket.model.model_config import ModelConfig
 from hocket.model.moe import Expert, Experts, ExpertTables, MoE, Router
 from hocket.model.mtp import MTPModule, MTPParts
-from hocket.model.numerics import HeadWeights, Numerics, Weight, numerics_for, pack, pack_heads
-from hocket.model.packed_head import PackedHead, can_pack_head
-from hocket.model.row_tables import can_tabulate
+from hocket.model.numerics import Head, Numerics, Weight, numerics_for
 from hocket.model.transformer import Transformer, TransformerParts
 from hocket.parallel.expert_dispatch import LocalDispatcher, TokenDispatcher
 
@@ -59,7 +58,7 @@ def load_model(
         checkpoint,
         torch_dtype,
         torch.device(device),
-        numerics_for(batch_invariant),
+        numerics_for(batch_invariant, torch_dtype, torch.device(device)),
         dispatcher or LocalDispatcher(),
     )
     with torch.inference_mode():
@@ -86,20 +85,18 @@ class _Loader:
         config = self.config
         embedding = self.read(names.EMBEDDING)
         head = embedding if config.tie_word_embeddings else self.read(names.LM_HEAD)
-        packed_head = self.packed_head(head)
+        packed_head = self.numerics.pack_head(head)
         parts = TransformerParts(
             embedding=embedding,
             layers=[self.decoder_layer(layer) for layer in range(config.num_layers)],
             final_norm=self.norm(names.FINAL_NORM),
             head=packed_head,
-            mtp=self.mtp(embedding, head, packed_head) if config.num_mtp_layers else None,
+            mtp=tuple(
+                self.mtp(config.num_layers + module, embedding, head, packed_head)
+                for module in range(config.num_mtp_layers)
+            ),
         )
         return Transformer(config, parts, self.numerics)
-
-    def packed_head(self, head: torch.Tensor) -> torch.Tensor | PackedHead:
-        if not self.numerics.is_batch_invariant and can_pack_head(head):
-            return PackedHead(head)
-        return head.float()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self.checkpoint.read(name)
@@ -130,16 +127,17 @@ class _Loader:
         return torch.cat([gate, up]), self.read(f"{prefix}down_proj.weight")
 
     def pack(self, weight: torch.Tensor) -> Weight:
-        return pack(weight, with_table=not self.numerics.is_batch_invariant)
+        return self.numerics.pack(weight)
 
     def moe(self, prefix: str) -> MoE:
         config = self.config
         here = self.dispatcher.experts_here(config.num_experts)
         matrices = [self.gated_pair(f"{prefix}experts.{expert}.") for expert in here]
+        pack = partial(self.numerics.pack, with_table=False)
         experts = [Expert(pack(gate_up), pack(down)) for gate_up, down in matrices]
         router = Router(
             config,
-            self.read(f"{prefix}gate.weight", torch.float32),
+            self.pack(self.read(f"{prefix}gate.weight", torch.float32)),
             self.read(f"{prefix}gate.e_score_correction_bias", torch.float32),
             self.numerics,
         )
@@ -150,8 +148,7 @@ class _Loader:
 
     def wants_tables(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
         is_here = isinstance(self.dispatcher, LocalDispatcher)
-        is_small = can_tabulate(gate_up) and can_tabulate(down)
-        return is_here and is_small and not self.numerics.is_batch_invariant
+        return is_here and self.numerics.can_tabulate(gate_up) and self.numerics.can_tabulate(down)
 
     def expert_tables(
         self, experts: list[tuple[torch.Tensor, torch.Tensor]], prefix: str
@@ -189,17 +186,13 @@ class _Loader:
         weights = MLAWeights(
             down=self.pack(torch.cat([first, key_rope_rows, latent_rows])),
             latent_norm=self.norm(f"{prefix}kv_a_layernorm.weight", _LOW_RANK_NORM_EPS),
-            key_up=self.pack_heads(key_up_HLD),
-            value_up=self.pack_heads(value_up_HVL),
+            key_up=self.numerics.pack_heads(key_up_HLD),
+            value_up=self.numerics.pack_heads(value_up_HVL),
             output=self.pack(self.read(f"{prefix}o_proj.weight")),
             query_norm=query_norm,
             query_up=None if query_norm is None else self.pack(query),
         )
         return MLA(config, weights, self.numerics)
-
-    def pack_heads(self, weight_HED: torch.Tensor) -> HeadWeights:
-        is_fp32 = self.numerics.is_batch_invariant or self.device.type == "cpu"
-        return pack_heads(weight_HED, is_fp32, with_table=not self.numerics.is_batch_invariant)
 
     def halves(self, rows_HRX: torch.Tensor) -> torch.Tensor:
         """Rotary rows with each pair's first elements before the second ones."""
@@ -208,10 +201,13 @@ class _Loader:
         return torch.cat([rows_HRX[:, 0::2], rows_HRX[:, 1::2]], dim=1)
 
     def mtp(
-        self, embedding: torch.Tensor, head: torch.Tensor, packed_head: torch.Tensor | PackedHead
+        self,
+        layer: int,
+        embedding: torch.Tensor,
+        head: torch.Tensor,
+        packed_head: Head,
     ) -> MTPModule:
         """`packed_head` is the main model's, to be shared unless the module's own differs."""
-        layer = self.config.num_layers
         prefix = names.layer_prefix(layer)
         own_head = self.own_or_shared(f"{prefix}shared_head.head.weight", head)
         parts = MTPParts(
@@ -221,7 +217,7 @@ class _Loader:
             layer=self.decoder_layer(layer),
             output_norm=self.norm(f"{prefix}shared_head.norm.weight"),
             embedding=self.own_or_shared(f"{prefix}embed_tokens.weight", embedding),
-            head=packed_head if own_head is head else self.packed_head(own_head),
+            head=packed_head if own_head is head else self.numerics.pack_head(own_head),
         )
         return MTPModule(parts, self.numerics)
 

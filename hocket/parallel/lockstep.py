@@ -17,52 +17,57 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from hocket.parallel.rank_group import RankGroup
+from hocket.scheduling.depth_agreement import NO_DRAFTS, Agreement, DepthOffer, agree
 
 
-class Pass(Enum):
-    """What the ranks run together: the main model, or its MTP module."""
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the ranks run together: an MTP module, numbered from 0, or with None the main model."""
 
-    MAIN = "main"
-    MTP = "mtp"
+    module: int | None = None
+
+
+MAIN = Pass()
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one rank wants of a step: chunks of prompts, drafts (this many MTP passes at most), a
-    verify pass."""
+    """What one rank wants of a step: chunks of prompts, a verify pass, and `offer`, what its drafts
+    would be worth by their number. A step that drafts goes through all modules in order, and then
+    on through the last one."""
 
     computes_prompts: bool = False
-    draft_passes: int = 0
     verifies: bool = False
+    offer: DepthOffer = NO_DRAFTS
 
     def __bool__(self) -> bool:
         return self.computes_prompts or self.verifies
 
 
-def plan_passes(wishes: Sequence[Wish], has_mtp: bool) -> tuple[Pass, ...]:
-    """The passes of a step, the same on every rank; as many drafts as anyone wants.
+def plan_passes(wishes: Sequence[Wish], depth: int, num_modules: int) -> tuple[Pass, ...]:
+    """The passes of a step, the same on every rank, `depth` of them for drafts.
 
     Prompt chunks come first and write their MTP entries; then drafts, then their verification.
     """
     passes: list[Pass] = []
     if any(wish.computes_prompts for wish in wishes):
-        passes += [Pass.MAIN, Pass.MTP] if has_mtp else [Pass.MAIN]
+        passes += [MAIN, *map(Pass, range(num_modules))]
     if any(wish.verifies for wish in wishes):
-        passes += [Pass.MTP] * max(wish.draft_passes for wish in wishes)
-        passes.append(Pass.MAIN)
+        num_drafting = max(depth, num_modules) if depth else 0
+        passes += [Pass(min(draft, num_modules - 1)) for draft in range(num_drafting)]
+        passes.append(MAIN)
     return tuple(passes)
 
 
 class StepTogether(Protocol):
     """How an engine takes its steps."""
 
-    def step(self, wish: Wish) -> AbstractContextManager[bool]:
-        """Around the work that was wished for. The value tells whether anyone computes anything
-        in this step; without work of one's own there is then nothing to do inside."""
+    def step(self, wish: Wish) -> AbstractContextManager[Agreement | None]:
+        """Around the work that was wished for. The value says how many drafts were agreed upon;
+        None: nobody computes anything in this step, and there is nothing to do inside."""
         ...
 
     def wake(self, step: int) -> None:
@@ -74,8 +79,8 @@ class Alone:
     """One rank that is nobody's peer."""
 
     @contextmanager
-    def step(self, wish: Wish) -> Iterator[bool]:
-        yield bool(wish)
+    def step(self, wish: Wish) -> Iterator[Agreement | None]:
+        yield agree([wish.offer]) if wish else None
 
     def wake(self, step: int) -> None:
         raise AssertionError(f"nobody could have sent this wake-up for step {step}")
@@ -87,14 +92,15 @@ class Lockstep:
     def __init__(
         self,
         group: RankGroup,
-        has_mtp: bool,
+        num_modules: int,
         take_part: Callable[[Pass], None],
         wake_others: Callable[[int], None],
     ) -> None:
-        """`take_part` runs a pass without tokens. `wake_others` tells the other ranks, without
-        waiting, that this one is about to enter a step."""
+        """`num_modules`: the model's MTP modules. `take_part` runs a pass without tokens.
+        `wake_others` tells the other ranks, without waiting, that this one is about to enter a
+        step."""
         self._group = group
-        self._has_mtp = has_mtp
+        self._num_modules = num_modules
         self._take_part = take_part
         self._wake_others = wake_others
         self._next_step = 0
@@ -106,16 +112,18 @@ class Lockstep:
         self._is_awake |= step >= self._next_step
 
     @contextmanager
-    def step(self, wish: Wish) -> Iterator[bool]:
+    def step(self, wish: Wish) -> Iterator[Agreement | None]:
         if not (self._is_awake or wish):
-            yield False
+            yield None
             return
         if not self._is_awake:
             self._wake_others(self._next_step)
         self._next_step += 1
-        self._passes = list(plan_passes(self._everyones(wish), self._has_mtp))
+        wishes = self._everyones(wish)
+        agreement = agree([wish.offer for wish in wishes])
+        self._passes = list(plan_passes(wishes, agreement.depth, self._num_modules))
         self._is_awake = bool(self._passes)
-        yield self._is_awake
+        yield agreement if self._is_awake else None
         # Not after an error: then this rank is out of step and must not go on.
         self._skip_to(None)
 
@@ -126,14 +134,14 @@ class Lockstep:
     def _skip_to(self, own: Pass | None) -> None:
         while self._passes:
             following = self._passes.pop(0)
-            if following is own:
+            if following == own:
                 return
             self._take_part(following)
         assert own is None, f"{own} was not wished for"
 
     def _everyones(self, wish: Wish) -> list[Wish]:
-        numbers = [int(wish.computes_prompts), wish.draft_passes, int(wish.verifies)]
+        numbers = [int(wish.computes_prompts), int(wish.verifies), *wish.offer.numbers()]
         return [
-            Wish(bool(prompts), drafts, bool(verifies))
-            for prompts, drafts, verifies in self._group.exchange(numbers)
+            Wish(bool(prompts), bool(verifies), DepthOffer.from_numbers(offer))
+            for prompts, verifies, *offer in self._group.exchange(numbers)
         ]

@@ -14,8 +14,9 @@ from soak_load import Cancel, Outcome, Try, Wish, make_wishes
 from soak_report import Expected, Record, faults, growth, summary, table
 from soak_watch import Kill, Memory, Rest, gateway_left
 
+from hocket.request_params import SamplingParams
 from hocket.rpc import cluster_pb2 as cluster
-from hocket.types import FinishReason, SamplingParams
+from hocket.types import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20

@@ -34,6 +34,7 @@ from hocket.types import (
     Joined,
     Leg,
     Load,
+    PromptLogprobs,
     RequestKey,
     Role,
     StartRequest,
@@ -98,7 +99,8 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 @dataclass
 class ScriptedEngine:
-    """Answers every request with the same tokens, as a prefill or as a decode worker would.
+    """Answers every request with the same tokens, as a prefill or as a decode worker would; a
+    choice that is in `scripts` with those. The logprob of a prompt's token is minus its position.
 
     `step_tokens`: tokens per decode step, as accepted drafts would give. `stall_at`: output index
     before which it waits for `resume` (decode at 0 has not joined yet). `fails_with`: what every
@@ -108,6 +110,7 @@ class ScriptedEngine:
 
     worker: WorkerDescription
     script: list[int]
+    scripts: dict[int, list[int]] = field(default_factory=dict)
     step_tokens: int = 1
     stall_at: int | None = None
     fails_with: HocketError | None = None
@@ -147,6 +150,7 @@ class ScriptedEngine:
         self.publish(Begun(request.key, handle))
         first = request.generated_tokens
         await self.stall(request, 0)
+        self.publish_prompt(request)
         await asyncio.sleep(0)
         reason = self.reason(request, first)
         usage = Usage(
@@ -157,6 +161,8 @@ class ScriptedEngine:
     async def decode(self, request: StartRequest) -> None:
         await self.stall(request, 0)
         joined = replace(Joined(request.key, 4096, "memory"), **self.joins_with)
+        if request.leg is Leg.WHOLE or joined.recomputed:
+            self.publish_prompt(request)
         first = request.generated_tokens
         self.publish(joined, self.tokens(request, first, 1))
         index, reason = first + 1, self.reason(request, first)
@@ -177,19 +183,36 @@ class ScriptedEngine:
             self.publish(*events)
             index += count
 
+    def publish_prompt(self, request: StartRequest, piece: int = 3) -> None:
+        """Tells the logprobs of the prompt, if they were asked for, a few per event."""
+        if request.sampling.prompt_logprobs is None:
+            return
+        for first in range(1, len(request.token_ids), piece):
+            ids = request.token_ids[first : first + piece]
+            entries = tuple(
+                TokenLogprobs(t, -float(i), ((t, -float(i)),)) for i, t in enumerate(ids, first)
+            )
+            self.publish(PromptLogprobs(request.key, first, entries))
+
+    def script_of(self, request: StartRequest) -> list[int]:
+        return self.scripts.get(request.sampling.choice, self.script)
+
     async def stall(self, request: StartRequest, index: int) -> None:
         if self.stall_at is not None and index >= self.stall_at and not is_canary(request.key):
             await self.resume.wait()
 
     def reason(self, request: StartRequest, index: int) -> FinishReason | None:
         """Whether the output ends with this token."""
-        if self.script[index % len(self.script)] in request.stopping.stop_token_ids:
+        script = self.script_of(request)
+        is_held = index < request.generated_tokens + request.stopping.min_tokens
+        if script[index % len(script)] in request.stopping.stop_token_ids and not is_held:
             return FinishReason.STOP
         is_last = index + 1 >= request.generated_tokens + request.stopping.max_tokens
         return FinishReason.LENGTH if is_last else None
 
     def tokens(self, request: StartRequest, index: int, count: int) -> Tokens:
-        ids = tuple(self.script[i % len(self.script)] for i in range(index, index + count))
+        script = self.script_of(request)
+        ids = tuple(script[i % len(script)] for i in range(index, index + count))
         logprobs = tuple(
             TokenLogprobs(t, -float(index + i), ((t, -float(index + i)),))
             for i, t in enumerate(ids)

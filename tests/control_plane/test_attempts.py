@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from control_plane.attempts import MAX_ATTEMPTS, LegFailed, suspects
+from control_plane.model_limits import ModelLimits
 from control_plane.request_flow import RequestFlow
 from control_plane.router.pool import WorkerPool
 from control_plane.router.snapshot import Books, Placement
 from control_plane.tokenizer import ModelTokenizer
-from control_plane.validation import ModelLimits
 from hocket.errors import (
     DeadlineExceeded,
     GroupLost,
@@ -143,32 +142,6 @@ async def test_decode_that_refuses_after_the_first_token_was_seen_repeats_nothin
             ]
         assert replacements(s, "OVERLOADED") == len(s.decode.engine.submitted) > 0
         assert len(other.engine.submitted) == TURNS
-        await until(lambda: s.is_idle)
-
-
-async def test_without_the_promise_of_equal_bits_an_output_that_has_begun_is_not_begun_again(
-    serving: Any, until: Any
-) -> None:
-    fast = {"fingerprint": replace(FINGERPRINT, numerics="2-fast")}
-    async with serving(prefill=fast, decode=fast) as s:
-        other = await s.add(Role.DECODE, **fast)
-        gate = asyncio.Event()
-
-        async def refuse(worker: Any, request: Any) -> None:
-            await gate.wait()
-            worker.engine.sessions._fail(request.key, Overloaded("full by now"))
-
-        for worker in (s.decode, other):
-            worker.engine.decode = partial(refuse, worker)
-        for _ in range(TURNS):
-            responses = s.client.generate(generation.GenerateRequest(text="x"))
-            assert len((await anext(responses)).token_ids) == 1
-            gate.set()
-            with pytest.raises(Overloaded, match="full by now"):
-                async for _ in responses:
-                    pass
-            gate.clear()
-        assert replacements(s, "OVERLOADED") == 0
         await until(lambda: s.is_idle)
 
 

@@ -19,6 +19,7 @@ from hocket.rpc import generation_pb2 as generation
 from hocket.types import Leg, Role
 from tests.control_plane.conftest import FINGERPRINT, ScriptedWorker
 
+FAST = {"fingerprint": replace(FINGERPRINT, numerics="2-fast")}
 TEXT = " the quick brown fox jumps over the lazy dog"
 
 
@@ -172,18 +173,60 @@ async def test_a_stop_string_over_the_seam_is_found(serving: Any, until: Any) ->
         await until(lambda: s.is_idle)
 
 
-async def test_without_the_promise_of_equal_bits_it_is_the_clients_error(
-    serving: Any, until: Any
+def chooses_otherwise(workers: list[ScriptedWorker], script: list[int]) -> None:
+    """Has these workers follow another script from a request's second attempt on."""
+    for worker in workers:
+        engine = worker.engine
+        engine.script_of = lambda r, own=engine.script: script if r.key.attempt else own  # type: ignore[method-assign]
+
+
+async def test_without_the_promise_of_equal_bits_it_goes_on_from_what_was_told(
+    serving: Any, until: Any, tokenizer: Any
 ) -> None:
-    fast = {"fingerprint": replace(FINGERPRINT, numerics="2-fast")}
-    async with serving(prefill=fast, decode=fast) as s:
-        other = await s.add(Role.DECODE, **fast)
+    other_script = [*tokenizer.encode(" hello" * 9, add_special_tokens=False).ids, 1]
+    async with serving(prefill=FAST, decode=FAST) as s:
+        other = await s.add(Role.DECODE, **FAST)
+        chooses_otherwise([s.prefill, s.decode, other], other_script)
         for worker in (s.decode, other):
             loses_at(worker, 3)
-        with pytest.raises(WorkerUnavailable, match="killed"):
-            await s.generate(text="x")
-        assert migrations(s) == 0
+        answer = await s.generate(text="x")
+        assert answer.token_ids == s.decode.engine.script[:3] + other_script[3:]
+        assert answer.text == tokenizer.decode(answer.token_ids)
+        assert migrations(s) == 1
         await until(lambda: s.is_idle)
+
+
+@pytest.mark.parametrize("numerics", ["2-fast", "1-invariant"])
+async def test_decode_that_begins_anew_in_another_way_is_at_fault_only_if_bits_must_be_equal(
+    serving: Any, until: Any, numerics: str
+) -> None:
+    """The hand-off broke after the client had prefill's token, and decode computed the prompt."""
+    changes = {"fingerprint": replace(FINGERPRINT, numerics=numerics)}
+    async with serving(prefill=changes, decode=changes) as s:
+        other = await s.add(Role.DECODE, **changes)
+        script = s.prefill.engine.script
+        for worker in (s.decode, other):
+            worker.engine.joins_with = {"recomputed": True, "recompute_reason": "cut"}
+            engine = worker.engine
+            engine.script_of = lambda r: script if r.key.attempt else [99, *script]  # type: ignore[method-assign]
+        if numerics == "1-invariant":
+            with pytest.raises(InternalError, match="differ about output token 0"):
+                await s.generate(text="x")
+        else:
+            assert (await s.generate(text="x")).token_ids == script
+        await until(lambda: s.is_idle)
+
+
+async def test_what_is_left_of_the_least_tokens_goes_with_the_output(
+    serving: Any, until: Any
+) -> None:
+    async with serving() as s:
+        other = await s.add(Role.DECODE)
+        for worker in (s.decode, other):
+            loses_at(worker, 3)
+        await s.generate(text="x", stopping={"min_tokens": 5, "max_tokens": 9})
+        starts = {r.key.attempt: r.stopping for r in s.prefill.engine.submitted}
+        assert [(t.min_tokens, t.max_tokens) for _, t in sorted(starts.items())] == [(5, 9), (2, 6)]
 
 
 async def test_it_goes_on_only_with_workers_of_the_same_fingerprint(

@@ -10,6 +10,7 @@ from decode_workers.import_stream import EventArrived, ImportMessage, SendUpdate
 from hocket.execution.engine_thread import StepOutput
 from hocket.kv.memory_transfer import MemoryExporter
 from hocket.kv.wire import pool_to_message
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc.convert import bundle_to_message
 from hocket.types import (
@@ -21,9 +22,7 @@ from hocket.types import (
     FinishReason,
     Leg,
     RequestKey,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
     Usage,
 )

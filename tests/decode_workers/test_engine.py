@@ -16,15 +16,9 @@ from decode_workers.import_stream import (
 from hocket.errors import HandOffFailed, WorkerUnavailable
 from hocket.execution.engine_thread import BeginDrain, CancelRequest, FailRequests
 from hocket.kv.wire import error_to_event
+from hocket.request_params import StoppingParams
 from hocket.rpc import worker_pb2 as worker
-from hocket.types import (
-    Finished,
-    FinishReason,
-    Joined,
-    RequestKey,
-    StoppingParams,
-    Tokens,
-)
+from hocket.types import Finished, FinishReason, Joined, RequestKey, Tokens
 from tests.decode_workers.rig import Rig
 
 NUM_BLOCKS = 8

@@ -35,19 +35,9 @@ from hocket.parallel.expert_dispatch import AllToAllDispatcher
 from hocket.parallel.expert_placement import ExpertPlacement
 from hocket.parallel.lockstep import Lockstep
 from hocket.parallel.rank_group import RankGroup
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.request_limits import RequestLimits
-from hocket.types import (
-    Event,
-    Failed,
-    Fingerprint,
-    Finished,
-    Leg,
-    RequestKey,
-    SamplingParams,
-    StartRequest,
-    StoppingParams,
-    Tokens,
-)
+from hocket.types import Event, Failed, Fingerprint, Finished, Leg, RequestKey, StartRequest, Tokens
 
 CONFIG = ModelConfig(
     vocab_size=96,
@@ -165,7 +155,7 @@ class Group:
         dispatcher = AllToAllDispatcher(group, ExpertPlacement(CONFIG.num_experts, size))
         model = load_model(folder, batch_invariant=True, dispatcher=dispatcher)
         lockstep = Lockstep(
-            group, model.has_mtp, take_part_in(model), lambda step: self.wake(rank, step)
+            group, len(model.mtp), take_part_in(model), lambda step: self.wake(rank, step)
         )
         passes = GroupPasses(model, lockstep)
         cache = PagedCache(model.kv_layout(BLOCK_TOKENS), self._num_blocks, "cpu")

@@ -17,7 +17,8 @@ import pytest
 from decode_workers.import_stream import StreamGone
 from hocket.errors import HandOffFailed
 from hocket.execution.engine_thread import BeginDrain, CancelRequest
-from hocket.types import Finished, Joined, RequestKey, SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import Finished, Joined, RequestKey
 from tests.decode_workers.rig import BLOCK_TOKENS, Rig
 
 NUM_BLOCKS = 8

@@ -13,7 +13,8 @@ import pytest
 from decode_workers.import_stream import StreamGone
 from hocket.errors import HandOffFailed
 from hocket.execution.engine_thread import CancelRequest
-from hocket.types import Finished, FinishReason, Joined, RequestKey, StoppingParams
+from hocket.request_params import StoppingParams
+from hocket.types import Finished, FinishReason, Joined, RequestKey
 from tests.decode_workers.rig import BLOCK_TOKENS, Rig
 
 MakeWorker = Callable[..., Any]

@@ -9,16 +9,9 @@ import pytest
 
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.errors import HocketError, InvalidRequest
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.request_limits import RequestLimits
-from hocket.types import (
-    ExportHandle,
-    Fingerprint,
-    Leg,
-    RequestKey,
-    SamplingParams,
-    StartRequest,
-    StoppingParams,
-)
+from hocket.types import ExportHandle, Fingerprint, Leg, RequestKey, StartRequest
 
 HANDLE = ExportHandle("p", 1, "127.0.0.1:1", 0, 1, Fingerprint("w", "kv", 4, "f", "n"), 1)
 

@@ -16,6 +16,7 @@ import pytest
 from decode_workers.group_peers import GroupPeers
 from decode_workers.server import ImportStreams
 from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc import worker_pb2_grpc
 from hocket.rpc.clients import WorkerClient
@@ -29,9 +30,7 @@ from hocket.types import (
     Leg,
     RequestKey,
     Role,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
     WorkerDescription,
 )

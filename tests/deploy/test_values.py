@@ -36,6 +36,7 @@ FROM_OTHER_VALUES = {
 # For tests only: a chart must not offer it.
 NOT_OFFERED = {"faults"}
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+TYPES |= {dict[str, float]: "object"}
 
 # A wrong value, and what the error must name.
 REFUSED_BY_SCHEMA = [
@@ -136,6 +137,8 @@ def test_schema_says_of_the_configuration_what_hocket_says() -> None:
                 continue
             metadata = key.metadata
             limits: dict[str, Any] = {"type": TYPES[kinds[key.name]]}
+            if kinds[key.name] == dict[str, float]:
+                limits["additionalProperties"] = {"type": "number"}
             if "choices" in metadata:
                 limits = {"enum": list(metadata["choices"])}
             limits |= {"minimum": metadata["min"]} if "min" in metadata else {}

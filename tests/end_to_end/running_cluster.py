@@ -20,9 +20,10 @@ from control_plane.cluster.registry import Registry
 from hocket.config import Config, load_config
 from hocket.errors import HocketError
 from hocket.execution.local_engine import LocalRequest
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
-from hocket.types import SamplingParams, StoppingParams, WorkerDescription
+from hocket.types import WorkerDescription
 
 T = TypeVar("T")
 

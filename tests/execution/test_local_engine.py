@@ -18,7 +18,8 @@ from hocket.execution.model_runner import DecodeOutput
 from hocket.execution.sequence import Sequence as Running
 from hocket.execution.speculation import ScriptedDraftSource
 from hocket.model.transformer import Transformer
-from hocket.types import FinishReason, RequestKey, SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import FinishReason, RequestKey
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0, top_logprobs=2),

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from hocket.errors import ConfigError, InternalError
+from hocket.execution import model_runner
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence as RunningSequence
-from hocket.execution.speculation import MAX_PENDING, MTPDraftSource, ScriptedDraftSource
+from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
-from hocket.types import FinishReason, RequestKey, SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import FinishReason, RequestKey
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=21, top_p=0.95)
@@ -133,15 +135,22 @@ def test_drafts_and_target_meet_the_same_noise_at_every_position(model: Transfor
 
 
 def test_hidden_states_wait_boundedly_and_drafting_can_start_again_any_time(
-    model: Transformer,
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(model_runner, "MAX_PENDING", 16)
     runner = runner_of(model)
     idle, company = sequence_of(runner, 20), sequence_of(runner, 50, GREEDY, seed=1)
     runner.prefill([PrefillChunk(idle, 20), PrefillChunk(company, 50)])
-    for step in range(1, 2 * MAX_PENDING + 5):
+    for step in range(1, 16):
         runner.decode([idle, company], [0, 2])
-        assert 1 <= idle.num_pending <= MAX_PENDING, step
+        assert 1 <= idle.num_pending <= 16, step
     assert runner.draft([idle], [4]) == [fresh_drafts(model, idle, 4)]
+    num_complete = idle.num_complete
+    for _ in range(16 + 5):
+        runner.decode([idle], [0])
+    assert idle.num_pending == 0
+    assert runner.draft_limit(idle) == 0
+    assert num_complete <= idle.num_complete < idle.num_computed - 16
 
 
 def test_a_runner_without_drafts_keeps_no_hidden_states(model: Transformer) -> None:
@@ -170,7 +179,7 @@ def test_decode_goes_on_elsewhere_from_blocks_and_the_bundles_hidden_state(
     moved = sequence_of(decode, 80)
     moved.token_ids.append(first.token_id)
     moved.num_computed = 80
-    moved.pending_hidden = decode.load_hidden_state(data)[None]
+    moved.pending_hidden = decode.load_hidden_state(data, moved.prompt_tokens)
     source, target = sequence.block_table[:2], moved.block_table[:2]
     decode.cache.storage[target] = prefill.cache.storage[source]
 
@@ -181,7 +190,7 @@ def test_decode_goes_on_elsewhere_from_blocks_and_the_bundles_hidden_state(
         assert decode.decode([moved], [3]) == stayed.decode([reference], [3])
     assert moved.drafts == reference.drafts
     with pytest.raises(InternalError, match="bytes"):
-        decode.load_hidden_state(data[:-1])
+        decode.load_hidden_state(data[:-1], moved.prompt_tokens)
 
 
 def test_drafts_are_capped_by_tokens_and_blocks_that_remain(model: Transformer) -> None:

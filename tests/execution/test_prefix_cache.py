@@ -17,7 +17,8 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
-from hocket.types import RequestKey, SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import RequestKey
 
 SAMPLED = SamplingParams(temperature=1.0, seed=21, top_p=0.95, top_logprobs=2)
 
@@ -301,11 +302,12 @@ def test_a_worker_that_never_drafts_shares_all_that_it_computed(
         assert sequence.num_complete == sequence.num_computed
 
 
-def test_a_sequence_never_starts_before_the_last_slot_that_it_shares() -> None:
-    with pytest.raises(AssertionError, match=r"\(64, 62\)"):
-        Running(
-            RequestKey("r"), [1] * 80, 80, SAMPLED, StoppingParams(1), [0, 1], 62, num_shared=64
-        )
+def test_a_prompt_never_starts_before_the_last_slot_that_it_shares(model: Transformer) -> None:
+    sequence = Running(
+        RequestKey("r"), [1] * 80, 80, SAMPLED, StoppingParams(1), [0, 1], 62, num_shared=64
+    )
+    with pytest.raises(AssertionError, match=r"\(62, 64\)"):
+        Pair(model, tokens_of(64)).runner.prefill([PrefillChunk(sequence, 10)])
 
 
 def test_damage_in_a_shared_block_is_served_to_nobody_and_gone_with_its_last_holder(

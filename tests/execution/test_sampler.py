@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hocket.execution.noise import gumbel_noise, keys_tensor, position_key
 from hocket.execution.sampler import CANDIDATES, Sampler
-from hocket.types import SamplingParams
+from hocket.request_params import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -98,11 +98,11 @@ class Runner:
         return self.model(inputs, self.cache)
 
     def mtp_step(
-        self, token_ids: Sequence[int], first_slot: int, hidden: torch.Tensor
+        self, token_ids: Sequence[int], first_slot: int, hidden: torch.Tensor, module: int = 0
     ) -> torch.Tensor:
         """z of MTP entries from `first_slot` on, [T, H]."""
         inputs = StepInputs.build([(token_ids, first_slot, self.blocks)], self.cache.device)
-        return self.model.mtp_forward(inputs, hidden, self.cache)
+        return self.model.mtp_forward(inputs, hidden, self.cache, module=module)
 
     def in_chunks(self, token_ids: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Hidden states of all tokens; `sizes` in turn, the last one repeated."""

@@ -33,7 +33,7 @@ def test_a_config_survives_the_way_to_hugging_face_and_back(
         ({"attention_bias": True}, "attention_bias = True"),
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
-        ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
         ({"num_key_value_heads": 1}, "num_key_value_heads = 1"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size = 2"),
         ({"context_parallel_size": 4}, "context_parallel_size = 4"),

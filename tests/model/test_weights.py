@@ -121,8 +121,7 @@ def test_own_mtp_embedding_and_head_are_used(folder: Path, runner: Any) -> None:
     change(folder, copy_main)
     assert torch.equal(run(), shared)
     model = load_model(folder)
-    assert model.mtp is not None
-    assert model.mtp.head.data_ptr() == model.head.data_ptr()
+    assert model.mtp[0].head.data_ptr() == model.head.data_ptr()
 
     def own_head(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{prefix}shared_head.head.weight"] *= 2

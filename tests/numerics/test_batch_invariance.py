@@ -235,7 +235,7 @@ def test_bits_do_not_depend_on_where_long_work_is_cut(
     model = load_model(tmp_path, batch_invariant=True)
     prompts = prompts_of(1)
     expected = alone(model, prompts)
-    monkeypatch.setattr(attention_invariant, "MAX_GROUP_PAIRS", 50)
+    monkeypatch.setattr(attention_invariant, "GROUP_BYTES", 2**15)
     assert_bits_equal(alone(model, prompts), expected)
     assert_bits_equal(together(model, prompts, 5), expected)
 

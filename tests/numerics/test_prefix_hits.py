@@ -24,7 +24,7 @@ from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.step_inputs import StepInputs
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
-from hocket.types import SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
 
 CONFIG = ModelConfig(
     vocab_size=300,
@@ -87,8 +87,9 @@ class RecordedPasses:
         hidden_TH: torch.Tensor,
         cache: PagedCache,
         last_only: bool = False,
+        module: int = 0,
     ) -> torch.Tensor:
-        z_TH = self.model.mtp_forward(inputs, hidden_TH, cache, last_only)
+        z_TH = self.model.mtp_forward(inputs, hidden_TH, cache, last_only, module)
         last = inputs.last_tokens() if last_only else inputs
         self.z.update(zip(last.positions.tolist(), z_TH, strict=True))
         return z_TH

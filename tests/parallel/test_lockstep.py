@@ -7,40 +7,54 @@ from itertools import product
 import pytest
 
 from hocket.errors import GroupLost
-from hocket.parallel.lockstep import Lockstep, Pass, Wish, plan_passes
+from hocket.parallel.lockstep import MAIN, Lockstep, Pass, Wish, plan_passes
 from hocket.parallel.rank_group import RankGroup
+from hocket.scheduling.depth_agreement import DepthOffer, DepthPrice, agree
 from tests.parallel.ranks import run_ranks
 
+MAX_DRAFTS = 3
+
+
+def wish_of(prompts: bool, verifies: bool, drafts: int) -> Wish:
+    """Drafts are worth something up to this many."""
+    by_depth = tuple(DepthPrice(min(depth, drafts), 1) for depth in range(MAX_DRAFTS + 1))
+    return Wish(prompts, verifies, DepthOffer(by_depth, 0, DepthPrice(0, 1)))
+
+
 WISHES = [
-    Wish(prompts, drafts if verifies else 0, verifies)
+    wish_of(prompts, verifies, drafts if verifies else 0)
     for prompts, verifies, drafts in product((False, True), (False, True), (0, 1, 3))
 ]
 
 
-def own_passes(wish: Wish, has_mtp: bool) -> list[Pass]:
+def depth_of(pair: tuple[Wish, Wish]) -> int:
+    return agree([wish.offer for wish in pair]).depth
+
+
+def own_passes(wish: Wish, depth: int, num_modules: int) -> list[Pass]:
     """What a rank with this wish computes, in order."""
-    prompts = [Pass.MAIN, Pass.MTP] if has_mtp else [Pass.MAIN]
-    drafts = [Pass.MTP] * wish.draft_passes if has_mtp else []
-    return prompts * wish.computes_prompts + drafts + [Pass.MAIN] * wish.verifies
+    modules = [Pass(module) for module in range(num_modules)]
+    prompts = [MAIN, *modules]
+    num_drafting = max(depth, num_modules) if depth and agree([wish.offer]).depth else 0
+    drafts = [modules[min(draft, num_modules - 1)] for draft in range(num_drafting)]
+    return prompts * wish.computes_prompts + [*drafts, MAIN] * wish.verifies
 
 
-@pytest.mark.parametrize("has_mtp", [True, False])
-def test_all_ranks_make_the_same_passes_whatever_each_wants(has_mtp: bool) -> None:
-    pairs = [
-        pair for pair in product(WISHES, WISHES) if has_mtp or not any(w.draft_passes for w in pair)
-    ]
+@pytest.mark.parametrize("num_modules", [0, 1, 2])
+def test_all_ranks_make_the_same_passes_whatever_each_wants(num_modules: int) -> None:
+    pairs = [pair for pair in product(WISHES, WISHES) if num_modules or not depth_of(pair)]
 
     def body(group: RankGroup) -> list[list[Pass]]:
         made: list[Pass] = []
-        lockstep = Lockstep(group, has_mtp, made.append, lambda step: None)
+        lockstep = Lockstep(group, num_modules, made.append, lambda step: None)
         steps: list[list[Pass]] = []
         for pair in pairs:
             made.clear()
             wish = pair[group.rank]
             lockstep.wake(len(steps))
-            with lockstep.step(wish) as is_step:
-                assert is_step == any(pair)
-                for own in own_passes(wish, has_mtp):
+            with lockstep.step(wish) as agreement:
+                assert (agreement is not None) == any(pair)
+                for own in own_passes(wish, depth_of(pair), num_modules):
                     lockstep.enter(own)
                     made.append(own)
             steps.append(list(made))
@@ -48,7 +62,7 @@ def test_all_ranks_make_the_same_passes_whatever_each_wants(has_mtp: bool) -> No
 
     first, second = run_ranks(2, body)
     assert first == second
-    assert first == [list(plan_passes(pair, has_mtp)) for pair in pairs]
+    assert first == [list(plan_passes(pair, depth_of(pair), num_modules)) for pair in pairs]
 
 
 def test_a_group_without_work_makes_no_exchange_until_one_is_woken() -> None:
@@ -58,10 +72,10 @@ def test_a_group_without_work_makes_no_exchange_until_one_is_woken() -> None:
         found: list[bool] = []
 
         def turn(wish: Wish) -> None:
-            with lockstep.step(wish) as is_step:
-                found.append(is_step)
+            with lockstep.step(wish) as agreement:
+                found.append(agreement is not None)
                 if wish:
-                    lockstep.enter(Pass.MAIN)
+                    lockstep.enter(MAIN)
 
         if group.rank == 0:
             turn(Wish())  # asleep: returns though rank 1 does not come
@@ -99,7 +113,7 @@ def test_after_an_error_of_its_own_a_rank_makes_no_more_passes() -> None:
     def body(group: RankGroup) -> list[Pass]:
         made: list[Pass] = []
         lockstep = Lockstep(group, True, made.append, lambda step: None)
-        with pytest.raises(ZeroDivisionError), lockstep.step(Wish(True, 0, True)):
+        with pytest.raises(ZeroDivisionError), lockstep.step(Wish(True, True)):
             raise ZeroDivisionError
         return made
 

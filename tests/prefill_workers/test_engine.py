@@ -9,6 +9,7 @@ import pytest
 
 from hocket.errors import WorkerUnavailable
 from hocket.execution.engine_thread import BeginDrain, CancelRequest, FailRequests, StepOutput
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc.convert import fingerprint_to_message, handle_to_message, key_to_message
 from hocket.types import (
@@ -20,9 +21,7 @@ from hocket.types import (
     Finished,
     Leg,
     RequestKey,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
 )
 from prefill_workers.engine import PrefillEngine

@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 
 from hocket.execution.engine_thread import CancelRequest
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc.convert import fingerprint_to_message, handle_to_message, key_to_message
-from hocket.types import (
-    Begun,
-    Event,
-    Finished,
-    Leg,
-    RequestKey,
-    SamplingParams,
-    StartRequest,
-    StoppingParams,
-    Tokens,
-)
+from hocket.types import Begun, Event, Finished, Leg, RequestKey, StartRequest, Tokens
 from prefill_workers.export_stream import ExportMessage, SendEvent, UpdateArrived
 
 BLOCK_TOKENS = 16

@@ -7,8 +7,9 @@ import textwrap
 import pytest
 
 from hocket.errors import HocketError, InvalidRequest
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.request_limits import RequestLimits, blocks_for
-from hocket.types import Leg, RequestKey, SamplingParams, StartRequest, StoppingParams
+from hocket.types import Leg, RequestKey, StartRequest
 from prefill_workers.scheduler import PrefillPolicy, PrefillScheduler
 
 BLOCK_TOKENS = 4

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hocket.errors import HocketError
 from hocket.execution.worker_server import WorkerParts, WorkerServer, bind
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.rpc.clients import WorkerClient
 from hocket.rpc.convert import fingerprint_to_message, handle_to_message, key_to_message
@@ -28,9 +29,7 @@ from hocket.types import (
     Leg,
     RequestKey,
     Role,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
     WorkerDescription,
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hocket.request_params import SamplingParams
 from hocket.types import (
     Begun,
     Failed,
@@ -21,7 +22,6 @@ from hocket.types import (
     Joined,
     Leg,
     RequestKey,
-    SamplingParams,
     StartRequest,
 )
 

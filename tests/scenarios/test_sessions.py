@@ -11,8 +11,10 @@ from tokenizers import Tokenizer
 from control_plane.detokenizer import OutputText
 from control_plane.output import Output
 from hocket.config import ModelSettings
+from hocket.request_params import StoppingParams
 from hocket.rpc import worker_pb2 as worker
-from hocket.rpc.convert import event_to_message, start_to_messages
+from hocket.rpc.convert import event_to_message
+from hocket.rpc.convert_start import start_to_messages
 from hocket.rpc.session_client import SessionClient
 from hocket.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from hocket.types import Finished, RequestKey, Tokens
@@ -85,7 +87,7 @@ def test_a6_an_attempt_that_is_started_twice_never_runs_twice() -> None:
 
 def test_a5_tokens_that_both_legs_tell_are_taken_once() -> None:
     tokenizer = Tokenizer.from_file(str(ModelSettings().checkpoint() / "tokenizer.json"))
-    output = Output(OutputText(tokenizer, ()), frozenset(), max_tokens=9)
+    output = Output(OutputText(tokenizer, ()), StoppingParams(max_tokens=9))
     key = RequestKey("r")
     for index, told in ((0, (10,)), (0, (10, 11)), (1, (11, 12))):
         output.add(Tokens(key, index, told))

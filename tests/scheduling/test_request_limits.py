@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hocket.errors import InvalidRequest
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.request_limits import RequestLimits
-from hocket.types import Leg, RequestKey, SamplingParams, StartRequest, StoppingParams
+from hocket.types import Leg, RequestKey, StartRequest
 
 LIMITS = RequestLimits(max_context_tokens=100, vocabulary_size=50, num_blocks=10, block_tokens=8)
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from decode_workers.scheduler import DecodeCounters
+from hocket.execution.draft_collector import DraftCollector
 from hocket.execution.worker_metrics import EngineMetrics
 from hocket.kv.prefix_index import PrefixCounters
 from hocket.kv.transfer import TransferCounters
+from hocket.scheduling.draft_controller import fixed_drafts
 from hocket.scheduling.export_words import ExportCounters
 from hocket.scheduling.import_words import ImportCounters
 from hocket.telemetry import GatewayMetrics, PoolMetrics, RoutingMetrics
@@ -63,6 +65,7 @@ DECODE: dict[str, object] = {
     "hocket_decode_hand_off": ImportCounters(),
     "hocket_prefix_cache": PrefixCounters(),
     "hocket_transfer": TransferCounters(),
+    "hocket_draft_controller": DraftCollector(fixed_drafts(1), 0.0),
 }
 
 

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from control_plane.openai.door import ClientLeft, read_body
 from control_plane.openai.errors import BodyTooSlow, error_reply
-from control_plane.openai.replies import CHAT, ChatLogprobs, Chunks, CompletionLogprobs, Head
+from control_plane.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from control_plane.openai.replies import CHAT, Chunks, Head
 from control_plane.openai.token_texts import TokenTexts, shown
 from hocket.errors import (
     CheckpointError,
@@ -87,14 +88,15 @@ def test_impossible_tokens_are_valid_json(tokenizer: Any) -> None:
 
 def test_any_text_survives_a_chunk() -> None:
     head = Head("id", 1, 'a "model"', None)
-    chunks = Chunks(CHAT, head, None, wants_usage=False)
+    chunks = Chunks(CHAT, head, [None], wants_usage=False)
+    chunks.take(generation.GenerateResponse())
     text = 'quote " backslash \\ line\nreturn\r null\x00 separator\u2028 sign 👧'
-    event = chunks.piece(generation.GenerateResponse(text=text)).decode()
+    event = chunks.take(generation.GenerateResponse(text=text)).decode()
     assert event.count("\n") == 2
     told = json.loads(event.removeprefix("data: "))
     assert told["choices"][0]["delta"]["content"] == text
     assert told["model"] == 'a "model"'
-    assert chunks.piece(generation.GenerateResponse(token_ids=[5])) == b""
+    assert chunks.take(generation.GenerateResponse(token_ids=[5])) == b""
 
 
 def _receive(*messages: dict[str, Any]) -> Any:

@@ -14,7 +14,8 @@ from hocket.config import Config
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest
 from hocket.model.model_config import ModelConfig
 from hocket.model.weights import load_model
-from hocket.types import Leg, RequestKey, SamplingParams, StartRequest, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import Leg, RequestKey, StartRequest
 from tests.end_to_end.two_hosts.hosts import Pair, Worker
 from tests.end_to_end.two_hosts.network import Network, why_not
 

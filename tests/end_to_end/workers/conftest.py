@@ -42,6 +42,7 @@ from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc import worker_pb2 as worker
 from hocket.scheduling.request_limits import RequestLimits
 from hocket.types import (
@@ -53,9 +54,7 @@ from hocket.types import (
     Leg,
     Load,
     RequestKey,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     TokenLogprobs,
     Tokens,
 )

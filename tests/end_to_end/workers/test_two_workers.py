@@ -21,6 +21,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from hocket.request_params import SamplingParams
 from hocket.rpc.clients import WorkerClient
 from hocket.rpc.session_client import SessionClient
 from hocket.types import (
@@ -32,7 +33,6 @@ from hocket.types import (
     Joined,
     Leg,
     Role,
-    SamplingParams,
     StartRequest,
     Tokens,
 )

@@ -1,0 +1,179 @@
+"""Compiles the grammars of requests beside the engine: tried out, limited, each one once.
+
+A worker's `grammar_requests` asks it before a request is admitted, and gets a future. Two threads
+take the grammars in turn through `grammar_trials` and `grammar_library`; what they make is kept for
+the next request with the same grammar, and so is why one was refused. xgrammar is imported, and
+the process for trials started, with the first grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hocket.clock import Clock, SystemClock
+from hocket.environment import num_cpus
+from hocket.errors import HocketError, InternalError, InvalidRequest, Overloaded, WorkerUnavailable
+from hocket.execution.grammar_library import GrammarLibrary
+from hocket.execution.grammar_trials import GrammarTrials, TrialFailed
+from hocket.execution.grammars import CompiledGrammar
+from hocket.grammar_settings import GrammarSettings
+from hocket.request_params import Grammar
+
+NUM_LANES = 2
+"""Grammars that are compiled at a time."""
+RETRY_S = 60.0
+"""For so long a grammar whose trial hit a limit is not tried again: the machine may be busy."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Library(Protocol):
+    """What compiles; see `GrammarLibrary`."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar: ...
+
+
+class Trials(Protocol):
+    """What is asked before; see `GrammarTrials`."""
+
+    def start(self) -> None: ...
+
+    def check(self, grammar: Grammar, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    future: Future[CompiledGrammar]
+    num_bytes: int
+    is_finished: bool = False
+    expires_at_s: float = float("inf")
+
+
+class GrammarCompiler:
+    """Compiled grammars of one checkpoint. Its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        checkpoint_folder: str | Path,
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        settings: GrammarSettings,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        """`vocab_size` is the width of the model's logits, `stop_token_ids` its end tokens; without
+        any, the tokenizer's end token. Starts and imports nothing."""
+        num_threads = min(8, max(1, num_cpus() // 2))
+        arguments = checkpoint_folder, vocab_size, sorted(stop_token_ids), num_threads
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._trials: Trials = GrammarTrials(arguments, settings.compile_memory_bytes)
+        self._make_library = lambda: GrammarLibrary(*arguments)
+        self._library: Library | None = None
+        self._library_lock = threading.Lock()
+
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()  # least recently used first
+        self._waiting: queue.SimpleQueue[tuple[Grammar, _Entry] | None] = queue.SimpleQueue()
+        self._num_unfinished = 0
+        self._num_lanes = 0
+        self._is_closed = False
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """The grammar, compiled; the same future for all who ask for the same.
+
+        Raises InvalidRequest when it is too long and Overloaded when too many wait. The future
+        raises InvalidRequest with what is wrong with the grammar, or the limit that it exceeds.
+        """
+        num_bytes, most = len(grammar.source.encode(errors="replace")), self._settings
+        if num_bytes > most.max_source_bytes:
+            size = f"{num_bytes} bytes"
+            raise InvalidRequest(
+                f"grammar.{grammar.kind.value}", size, f"at most {most.max_source_bytes} bytes"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise WorkerUnavailable("The worker stops.")
+            entry = self._entries.get(grammar)
+            if entry is not None and self._clock.now() < entry.expires_at_s:
+                self._entries.move_to_end(grammar)
+                return entry.future
+            if self._num_unfinished >= NUM_LANES + most.max_waiting:
+                raise Overloaded(f"{most.max_waiting} grammars wait to be compiled already.")
+            entry = _Entry(Future(), num_bytes)
+            entry.future.set_running_or_notify_cancel()  # nobody may cancel it for the others
+            self._entries[grammar] = entry
+            self._entries.move_to_end(grammar)
+            self._num_unfinished += 1
+            self._waiting.put((grammar, entry))
+            if self._num_lanes < min(NUM_LANES, self._num_unfinished):
+                self._num_lanes += 1
+                threading.Thread(target=self._run_lane, name="grammars", daemon=True).start()
+        return entry.future
+
+    def close(self) -> None:
+        """Ends the process of the trials; what is unfinished fails. Safe to call again."""
+        with self._lock:
+            self._is_closed = True
+            unfinished = [entry for entry in self._entries.values() if not entry.is_finished]
+            for _ in range(self._num_lanes):
+                self._waiting.put(None)
+        self._trials.close()
+        for entry in unfinished:
+            self._finish(entry, WorkerUnavailable("The worker stops."))
+
+    def _run_lane(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            grammar, entry = job
+            try:
+                self._finish(entry, self._compile(grammar))
+            except HocketError as error:
+                self._finish(entry, error)
+            except Exception as error:
+                _logger.exception("Compiling a grammar failed.")
+                self._finish(entry, InternalError(f"Compiling a grammar failed: {error}."))
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        self._trials.start()  # both load xgrammar, which takes seconds
+        with self._library_lock:
+            if self._library is None:
+                self._library = self._make_library()
+        self._trials.check(grammar, self._settings.compile_timeout_s)
+        return self._library.compile(grammar)
+
+    def _finish(self, entry: _Entry, outcome: CompiledGrammar | HocketError) -> None:
+        with self._lock:
+            if entry.is_finished:
+                return
+            entry.is_finished = True
+            self._num_unfinished -= 1
+            if isinstance(outcome, CompiledGrammar):
+                entry.num_bytes += outcome.num_bytes
+            elif isinstance(outcome, TrialFailed):
+                entry.expires_at_s = self._clock.now() + RETRY_S
+            elif not isinstance(outcome, InvalidRequest):
+                entry.expires_at_s = 0.0  # not the grammar's fault
+            self._drop_oldest()
+        if isinstance(outcome, HocketError):
+            entry.future.set_exception(outcome)
+        else:
+            entry.future.set_result(outcome)
+
+    def _drop_oldest(self) -> None:
+        kept = {grammar: entry for grammar, entry in self._entries.items() if entry.is_finished}
+        excess = sum(entry.num_bytes for entry in kept.values()) - self._settings.cache_bytes
+        for grammar, entry in kept.items():
+            if excess <= 0:
+                break
+            del self._entries[grammar]
+            excess -= entry.num_bytes

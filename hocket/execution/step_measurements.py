@@ -1,0 +1,77 @@
+"""What steps cost on this machine, measured before the first request: the draft controller's start.
+
+A few draft and verify passes over made-up sequences, from one row to a full batch; the blocks that
+they write into are given back. Real steps refine the curves later (`hocket.scheduling.step_costs`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hocket.clock import Clock
+from hocket.execution.model_runner import ModelRunner
+from hocket.execution.sequence import Sequence
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.scheduling.step_costs import Point, StepCosts
+from hocket.types import RequestKey
+
+_REPEATS = 3
+_MOST_S = 3.0
+"""Larger batches are not measured any more once this much time has passed."""
+_CONTEXT_TOKENS = 32
+
+_logger = logging.getLogger(__name__)
+
+
+def measure_step_costs(
+    runner: ModelRunner, max_batch: int, max_drafts: int, clock: Clock
+) -> StepCosts:
+    """Times steps of 1, 2, 4, ... `max_batch` requests with a draft each, and one step with
+    `max_drafts` each. Of every size the quickest of three. Takes some seconds at most, and the
+    blocks of at least one sequence."""
+    started = clock.now()
+    sizes = [(2**i, 1) for i in range(max_batch.bit_length()) if 2**i < max_batch]
+    draft: list[Point] = []
+    verify: list[Point] = []
+    for size, drafts in [*sizes, (max_batch, 1), (max_batch, max_drafts)]:
+        if draft and (size > runner.cache.pool.num_free or clock.now() - started > _MOST_S):
+            break
+        timings = [_time_step(runner, size, drafts) for _ in range(_REPEATS)]
+        if drafts == 1:
+            draft.append((size, min(draft_s for draft_s, _ in timings)))
+        verify.append((size * (1 + drafts), min(verify_s for _, verify_s in timings)))
+    _logger.info("step costs measured", extra={"draft_s": draft, "verify_s": verify})
+    return StepCosts.from_points(draft, verify)
+
+
+def _time_step(runner: ModelRunner, size: int, num_drafts: int) -> tuple[float, float]:
+    """Seconds of drafting and of verifying."""
+    blocks = runner.cache.pool.allocate(size)
+    try:
+        sequences = [_sequence(runner, index, block) for index, block in enumerate(blocks)]
+        runner.decode(sequences, [num_drafts] * size)
+    finally:
+        runner.cache.pool.free(blocks)
+    times = runner.last_step
+    assert times is not None, "a step that worked"
+    return times.draft_s, times.verify_s
+
+
+def _sequence(runner: ModelRunner, index: int, block: int) -> Sequence:
+    """Of tokens unlike those of the others, so that they meet as many experts as real ones."""
+    config, device = runner.model.config, runner.cache.device
+    tokens = [(index * 7919 + i * 104729) % config.vocab_size for i in range(_CONTEXT_TOKENS)]
+    noise = torch.Generator().manual_seed(index)
+    hidden_1H = torch.randn(1, config.hidden_size, generator=noise)
+    return Sequence(
+        key=RequestKey(f"measured-{index}"),
+        token_ids=tokens,
+        prompt_tokens=_CONTEXT_TOKENS - 1,
+        sampling=SamplingParams(temperature=0.0),
+        stopping=StoppingParams(_CONTEXT_TOKENS),
+        block_table=[block],
+        num_computed=_CONTEXT_TOKENS - 1,
+        pending_hidden=hidden_1H.to(device=device, dtype=runner.model.dtype),
+    )
