@@ -1,9 +1,9 @@
 """Where a request is placed, and where again when a worker refused or lost it.
 
 `request_flow` places every request through `Attempts`. What is left of it another pair of workers
-can do, with the output so far as part of the prompt: same seed, same tokens. The worker that failed
-gets no second chance, its group neither when it is gone; a failed hand-off may be either side's
-fault.
+can do, with the output so far as part of the prompt: same seed, and from batch-invariant workers
+the same tokens. The worker that failed gets no second chance, its group neither when it is gone; a
+failed hand-off may be either side's fault.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import secrets
 
 from control_plane.legs import LegEvent, Legs
 from control_plane.router.snapshot import Need, Placement
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import (
     Begun,
     ExportHandle,
@@ -20,10 +21,9 @@ from hocket.types import (
     Finished,
     Joined,
     Leg,
+    PromptLogprobs,
     RequestKey,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
 )
 
@@ -98,7 +98,7 @@ class Canary:
                         raise CanaryFailed(f"{self._pair()} differ about output token {index}")
             case Failed(message=message):
                 raise CanaryFailed(f"{self._worker_of(item.leg)}: {message}")
-            case Finished():
+            case Finished() | PromptLogprobs():
                 pass
 
     def _check_whole(self) -> None:

@@ -27,6 +27,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from control_plane.model_limits import ModelLimits
 from control_plane.openai.app import openai_app
 from control_plane.openai.door import Behind, Door
 from control_plane.openai.server import HttpServer
@@ -39,7 +40,7 @@ from control_plane.router.proofs import Proofs
 from control_plane.router.route import choose_pair, choose_whole
 from control_plane.router.snapshot import WorkerSnapshot
 from control_plane.tokenizer import ModelTokenizer
-from control_plane.validation import ModelLimits, TokenPrompt, check_model, check_prompt
+from control_plane.validation import TokenPrompt, check_model, check_prompt
 from hocket.errors import ConfigError, InvalidRequest
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import PUBLIC_MESSAGE_BYTES, server_options
@@ -210,6 +211,7 @@ class Gateway:
                 flow=flow,
                 pool=self._pool,
                 limits=self._limits,
+                tokenizer=self._tokenizer,
                 texts=TokenTexts(self._tokenizer.backend),
                 now=time.time,
                 deadline_s=options.deadline_s,
@@ -223,11 +225,8 @@ class Gateway:
     def _limits(self) -> ModelLimits:
         """As the largest workers allow; the router refuses what fits none of the others."""
         workers = self._pool.workers()
-        context = [
-            min(w.max_context_tokens, w.num_blocks * w.block_tokens)
-            for w in workers
-            if w.role is Role.DECODE
-        ]
+        decode = [w for w in workers if w.role is Role.DECODE]
+        context = [min(w.max_context_tokens, w.num_blocks * w.block_tokens) for w in decode]
         readers = Role.DECODE if self.options.is_aggregated else Role.PREFILL
         prompt = [w.max_prompt_tokens for w in workers if w.role is readers]
         most = max(context, default=_UNKNOWN_TOKENS)
@@ -237,6 +236,7 @@ class Gateway:
             max_context_tokens=min(most, self.options.max_context_tokens or most),
             max_prompt_tokens=max(prompt, default=_UNKNOWN_TOKENS),
             default_max_tokens=self.options.default_max_tokens,
+            has_mtp=not decode or any(w.has_mtp for w in decode),
         )
 
     def _connect(self, address: str) -> SessionClient:

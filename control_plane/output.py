@@ -2,8 +2,8 @@
 
 `request_flow` gives it the tokens of both legs. It puts them in order by output index, takes each
 index once (decode repeats the first token), turns them into text and decides where the output
-ends: at a stop token, a stop string or max_tokens, whichever comes first, exactly there. `take`
-gives what is new since the last message.
+ends: at a stop token, a stop string or max_tokens, whichever comes first, exactly there, and no
+stop before min_tokens. `take` gives what is new since the last message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from control_plane.detokenizer import OutputText
 from hocket.errors import InternalError
+from hocket.request_params import StoppingParams
 from hocket.types import FinishReason, TokenLogprobs, Tokens
 
 
@@ -32,14 +33,13 @@ _Entry = tuple[int, TokenLogprobs | None]
 class Output:
     """Collects one output until it is over."""
 
-    def __init__(self, text: OutputText, stop_token_ids: frozenset[int], max_tokens: int) -> None:
+    def __init__(self, text: OutputText, stopping: StoppingParams) -> None:
         self._text = text
-        self._stop_token_ids = stop_token_ids
-        self._max_tokens = max_tokens
+        self._stopping = stopping
         self._token_ids: list[int] = []
         # Tokens that came before one of lower index, by index.
         self._early: dict[int, _Entry] = {}
-        self._num_taken = 0
+        self.num_taken = 0
         # Tokens that are turned into text together, when it is asked for.
         self._unspoken: list[int] = []
         self._new_text: list[str] = []
@@ -72,6 +72,10 @@ class Output:
         else:
             self._sort_in(tokens, num_known)
 
+    def drop_early(self) -> None:
+        """Forgets what came too early: other workers go on, and may choose otherwise."""
+        self._early.clear()
+
     def end(self, reason: FinishReason) -> None:
         """A worker says that the output is over. Raises InternalError when tokens are missing."""
         if self.is_over:
@@ -83,13 +87,13 @@ class Output:
     def take(self) -> OutputPiece | None:
         """What is new since the last call; None when nothing is."""
         self._speak_together()
-        token_ids = tuple(self._token_ids[self._num_taken :])
+        token_ids = tuple(self._token_ids[self.num_taken :])
         if not token_ids and not self._new_text:
             return None
         piece = OutputPiece(
-            self._num_taken, token_ids, "".join(self._new_text), tuple(self._new_logprobs)
+            self.num_taken, token_ids, "".join(self._new_text), tuple(self._new_logprobs)
         )
-        self._num_taken = len(self._token_ids)
+        self.num_taken = len(self._token_ids)
         self._new_text.clear()
         self._new_logprobs.clear()
         return piece
@@ -114,8 +118,9 @@ class Output:
         """Appends tokens up to the one that ends the output, and their text. Logprobs are there
         for each or for none."""
         end, reason = self._end_of(token_ids)
-        # A stop token belongs to the output, not to its text.
-        num_spoken = self._speak(token_ids[: end - 1 if reason is FinishReason.STOP else end])
+        # A stop token belongs to the output, not to its text unless that was asked for.
+        is_silent = reason is FinishReason.STOP and not self._text.include_stop
+        num_spoken = self._speak(token_ids[: end - 1 if is_silent else end])
         if self.matched_stop:
             end, reason = num_spoken, FinishReason.STOP
         self._token_ids += token_ids[:end]
@@ -125,13 +130,17 @@ class Output:
 
     def _end_of(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of these tokens belong to the output, as tokens alone tell, and why."""
-        room = self._max_tokens - self.num_tokens
+        room = self._stopping.max_tokens - self.num_tokens
         for index, token_id in enumerate(token_ids[:room]):
-            if token_id in self._stop_token_ids:
+            if token_id in self._stopping.stop_token_ids and self._can_end(index + 1):
                 return index + 1, FinishReason.STOP
         if len(token_ids) >= room:
             return room, FinishReason.LENGTH
         return len(token_ids), None
+
+    def _can_end(self, num_new: int = 0) -> bool:
+        """Whether so many tokens after the present ones are more than the output must have."""
+        return self.num_tokens + num_new > self._stopping.min_tokens
 
     def _speak(self, token_ids: Sequence[int]) -> int:
         """Turns tokens into text, up to the one that completes a stop string; how many."""
@@ -139,7 +148,7 @@ class Output:
             self._unspoken += token_ids
             return len(token_ids)
         for index, token_id in enumerate(token_ids):
-            release = self._text.add([token_id])
+            release = self._text.add([token_id], can_end=self._can_end(index + 1))
             self._release(release.text)
             if release.matched_stop is not None:
                 self.matched_stop = release.matched_stop
@@ -156,7 +165,7 @@ class Output:
         if self.matched_stop:
             return
         self._speak_together()
-        release = self._text.flush()
+        release = self._text.flush(can_end=self._can_end())
         self._release(release.text)
         if release.matched_stop is not None:
             self.reason, self.matched_stop = FinishReason.STOP, release.matched_stop

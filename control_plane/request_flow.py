@@ -6,6 +6,9 @@ a worker refuses or loses the request, others go on from the tokens that are the
 neither a repeat nor a gap. The end, an error, a deadline or the client's leaving ends both legs on
 their workers. What happens in between, event by event, is in `control_plane.request_run`.
 
+Of several choices each is served so, on workers of its own; `control_plane.choices` makes them one
+stream.
+
 The gateway calls `RequestFlow.serve` once per request; all time here is the event loop's.
 """
 
@@ -18,18 +21,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from control_plane.attempts import Attempts, LegFailed
+from control_plane.choices import OneStream, Send
 from control_plane.degradation import Degradation
 from control_plane.detokenizer import OutputText
 from control_plane.legs import Legs
+from control_plane.model_limits import ModelLimits
 from control_plane.output import Output
 from control_plane.request_log import RequestRecord
-from control_plane.request_run import Run, Send, Story
+from control_plane.request_run import Run, Story
 from control_plane.router.pool import WorkerPool
 from control_plane.router.prefixes import NO_PREFIX, PromptPrefix
 from control_plane.router.snapshot import Need
 from control_plane.tokenizer import ModelTokenizer
 from control_plane.turns import Turns
-from control_plane.validation import ModelLimits, ValidRequest, check_lengths, validate
+from control_plane.validation import ValidRequest, check_lengths, validate
 from hocket.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -37,14 +42,10 @@ from hocket.errors import (
     InternalError,
     InvalidRequest,
 )
+from hocket.request_params import StoppingParams
 from hocket.rpc import generation_pb2 as generation
 from hocket.telemetry import GatewayMetrics
-from hocket.types import (
-    Leg,
-    RequestKey,
-    StartRequest,
-    StoppingParams,
-)
+from hocket.types import Leg, RequestKey, StartRequest
 
 logger = logging.getLogger(__name__)
 
@@ -78,19 +79,20 @@ class RequestFlow:
         timeout_s: float,
         send: Send,
     ) -> None:
-        """Answers one request through `send`; the last message has `finish`.
+        """Answers one request through `send`; the last message of each choice has `finish`.
 
         Raises HocketError for everything that ends a request before its time. When the caller is
         cancelled (the client left), both legs are.
         """
         arrival_s = asyncio.get_running_loop().time()
         record = RequestRecord(message.request_id or uuid.uuid4().hex)
-        story = Story(record, arrival_s, timeout_s, send)
+        stream = OneStream(send, max(1, message.n), record)
+        story = Story(record, arrival_s, timeout_s, stream.send)
         outcome, fault = InternalError.reason, ""
         self._metrics.in_flight.inc()
         try:
             async with asyncio.timeout_at(story.deadline_s):
-                await self._serve(message, limits, story)
+                await self._serve(message, limits, story, stream)
             outcome = "OK"
         except TimeoutError:
             outcome = DeadlineExceeded.reason
@@ -108,29 +110,43 @@ class RequestFlow:
             outcome = "OK" if record.is_answered else Cancelled.reason
             raise
         finally:
+            total_s = asyncio.get_running_loop().time() - arrival_s
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(outcome).inc()
-            record.ended(outcome, asyncio.get_running_loop().time() - arrival_s, fault)
+            if outcome == "OK":
+                self._metrics.request_s.observe(total_s)
+            record.ended(outcome, total_s, fault)
 
     async def _serve(
-        self, message: generation.GenerateRequest, limits: ModelLimits, story: Story
+        self,
+        message: generation.GenerateRequest,
+        limits: ModelLimits,
+        story: Story,
+        stream: OneStream,
     ) -> None:
         request = validate(message, limits)
         if not request.has_seed:
             request = replace(request, sampling=replace(request.sampling, seed=self._new_seed()))
         token_ids = await self._tokenizer.tokenize(request.prompt, limits.most_prompt_tokens)
-        max_tokens = check_lengths(len(token_ids), request.max_tokens, limits)
-        self._metrics.observe_arrival(len(token_ids))
+        max_tokens = check_lengths(len(token_ids), request, limits)
+        num_choices = request.num_choices
+        # Every choice reads the prompt, as far as it is not cached by then.
+        self._metrics.observe_arrival(num_choices * len(token_ids))
         story.record.prompt_tokens = len(token_ids)
         need = Need(len(token_ids), max_tokens, prefix=await self._prefix(token_ids))
-        attempts = Attempts(self._pool, need)
-
         start = self._start_request(request, story, token_ids, max_tokens)
-        text = OutputText(self._tokenizer.backend, request.stop_strings)
-        output = Output(text, start.stopping.stop_token_ids, max_tokens)
-        with Run(story, output, start, self._metrics, self._degradation) as run:
-            await self._follow(run, attempts, story)
-        await run.send_finish()
+        runs = [self._run(request, story, start, choice) for choice in range(num_choices)]
+
+        async def serve(run: Run) -> None:
+            if run is not runs[0] and need.prefix is not NO_PREFIX:
+                # By then there is a worker that has the prompt cached.
+                await runs[0].has_token.wait()
+            attempts = Attempts(self._pool, need)
+            with run:
+                await self._follow(run, attempts, story)
+            await run.send_finish()
+
+        await stream.serve([serve(run) for run in runs])
 
     async def _prefix(self, token_ids: tuple[int, ...]) -> PromptPrefix:
         """The prompt's blocks, hashed already, as far as any worker can make use of it. A long
@@ -149,15 +165,16 @@ class RequestFlow:
     async def _follow(self, run: Run, attempts: Attempts, story: Story) -> None:
         """Both legs to the end of the output, on other workers when one loses the request."""
         while True:
-            story.record.placed(attempts.placement)
-            placed = (attempts.placement, attempts.need, story.deadline_s)
+            placement = attempts.placement
+            story.record.placed(placement)
+            if run.needs_prompt_logprobs:  # workers read all of a prompt for them
+                placement = replace(placement, promised_tokens=0)
+            placed = (placement, attempts.need, story.deadline_s)
             try:
                 with Legs(self._pool, self._turns, *placed) as legs:
                     await run.follow(legs, attempts.number)
                 return
             except LegFailed as failed:
-                if not run.can_go_on:
-                    raise failed.error from None
                 attempts.next(failed, num_emitted=run.num_tokens)
                 reason = failed.error.reason
             self._metrics.replacements.labels(reason).inc()
@@ -174,17 +191,33 @@ class RequestFlow:
     def _start_request(
         self, request: ValidRequest, story: Story, token_ids: tuple[int, ...], max_tokens: int
     ) -> StartRequest:
-        """The first attempt's prefill leg; decode's differs in leg and handle."""
+        """The first attempt's prefill leg of choice 0; decode's differs in leg and handle."""
         stop_token_ids = request.stop_token_ids
         if not request.ignore_eos:
             stop_token_ids |= self._tokenizer.end_token_ids
         return StartRequest(
-            # Clients may use an id twice at a time; workers may not see it twice.
-            key=RequestKey(f"{story.request_id}.{uuid.uuid4().hex[:12]}"),
+            key=_new_key(story),
             token_ids=token_ids,
             sampling=request.sampling,
-            stopping=StoppingParams(max_tokens, stop_token_ids),
+            stopping=StoppingParams(max_tokens, stop_token_ids, request.min_tokens),
             leg=Leg.PREFILL,
             deadline_s=story.timeout_s,
             max_draft_tokens=request.max_draft_tokens,
         )
+
+    def _run(self, request: ValidRequest, story: Story, start: StartRequest, choice: int) -> Run:
+        """One choice, which has a key and noise of its own; the logprobs of the prompt, which are
+        the same for all, are told by choice 0."""
+        if choice:
+            sampling = replace(start.sampling, choice=choice, prompt_logprobs=None)
+            start = replace(start, key=_new_key(story), sampling=sampling)
+        text = OutputText(
+            self._tokenizer.backend, request.stop_strings, include_stop=request.include_stop
+        )
+        output = Output(text, start.stopping)
+        return Run(story, output, start, self._metrics, self._degradation)
+
+
+def _new_key(story: Story) -> RequestKey:
+    """Clients may use an id twice at a time; workers may not see it twice."""
+    return RequestKey(f"{story.request_id}.{uuid.uuid4().hex[:12]}")

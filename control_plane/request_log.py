@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of a request so far. `attempts`: pairs of workers that it was placed on;
-    `prefill_worker` and `decode_worker` are the latest pair. Times are seconds from arrival.
-    `is_answered`: its last message is on the way."""
+    """What is known of a request so far. `output_tokens`: of all choices. `attempts`: pairs of
+    workers that it was placed on, each choice by itself; `prefill_worker` and `decode_worker` are
+    the latest pair. Times are seconds from arrival. `is_answered`: its last message is on the way.
+    """
 
     request_id: str
     prompt_tokens: int = 0

@@ -1,44 +1,26 @@
 """What a client sent, checked: a `GenerateRequest` in, a `ValidRequest` or an error out.
 
 First step of `request_flow`. Everything that can be known without the tokenizer is checked by
-`validate`; the lengths follow in `check_lengths` once the prompt has been tokenised. Every error
-names the field, the value and the limit.
+`validate`, with `control_plane.param_checks`; the lengths follow in `check_lengths` once the prompt
+has been tokenised. Every error names the field, the value and the limit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from control_plane.model_limits import ModelLimits
+from control_plane.param_checks import check_sampling
 from hocket.errors import InvalidRequest, ModelNotFound
+from hocket.request_params import SamplingParams
 from hocket.rpc import generation_pb2 as generation
-from hocket.types import SamplingParams
 
-MAX_TEMPERATURE = 100.0
+MAX_CHOICES = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
-MAX_TOP_LOGPROBS = 20
 MAX_REQUEST_ID_LENGTH = 128
 ROLES = ("system", "user", "assistant")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The served model, as far as requests are checked against it. Sizes in tokens.
-
-    `max_context_tokens`: prompt and output together. `max_prompt_tokens`: what one worker takes.
-    """
-
-    name: str
-    vocabulary_size: int
-    max_context_tokens: int
-    max_prompt_tokens: int
-    default_max_tokens: int
-
-    @property
-    def most_prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for one token of output."""
-        return min(self.max_prompt_tokens, self.max_context_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +65,15 @@ class ValidRequest:
 
     request_id: str
     prompt: Prompt
+    num_choices: int
     sampling: SamplingParams
     has_seed: bool
     max_tokens: int | None
+    min_tokens: int
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
     ignore_eos: bool
+    include_stop: bool
     max_draft_tokens: int | None
 
 
@@ -104,24 +89,30 @@ def validate(message: generation.GenerateRequest, limits: ModelLimits) -> ValidR
         raise InvalidRequest(
             "request_id", message.request_id, f"at most {MAX_REQUEST_ID_LENGTH} characters long"
         )
-    sampling = _sampling(message, limits)
+    if message.n > MAX_CHOICES:
+        raise InvalidRequest("n", message.n, f"at most {MAX_CHOICES}")
+    sampling = check_sampling(message, limits)
     stopping = message.stopping
+    if sampling.grammar is not None:
+        _check_grammar_ends(stopping)
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     if max_tokens == 0:
         raise InvalidRequest(
             "stopping.max_tokens", 0, "at least 1", "Leave it out for the server's default."
         )
-    has_drafts = message.HasField("max_draft_tokens")
     return ValidRequest(
         request_id=message.request_id,
         prompt=check_prompt(message, limits),
+        num_choices=max(1, message.n),
         sampling=sampling,
         has_seed=message.sampling.HasField("seed"),
         max_tokens=max_tokens,
+        min_tokens=stopping.min_tokens,
         stop_strings=_stop_strings(stopping),
         stop_token_ids=_stop_token_ids(stopping, limits),
         ignore_eos=stopping.ignore_eos,
-        max_draft_tokens=message.max_draft_tokens if has_drafts else None,
+        include_stop=stopping.include_stop,
+        max_draft_tokens=_max_draft_tokens(message, limits),
     )
 
 
@@ -153,24 +144,29 @@ def check_prompt(
             raise InvalidRequest("prompt", None, "one of text, chat or token_ids")
 
 
-def check_lengths(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:
+def check_lengths(num_prompt: int, request: ValidRequest, limits: ModelLimits) -> int:
     """How many tokens may be generated after a prompt of `num_prompt` tokens: what was asked for,
     else the server's default or what the context leaves, whichever is less.
 
-    Raises InvalidRequest when prompt, or prompt and output, are too long.
+    Raises InvalidRequest when prompt, or prompt and output, are too long, or the output can't get
+    as long as it must.
     """
     if num_prompt > limits.most_prompt_tokens:
         raise prompt_too_long(f"{num_prompt} tokens", limits.most_prompt_tokens)
     room = limits.max_context_tokens - num_prompt
+    max_tokens = request.max_tokens
     if max_tokens is None:
-        return min(limits.default_max_tokens, room)
-    if max_tokens > room:
+        max_tokens = min(limits.default_max_tokens, room)
+    elif max_tokens > room:
         raise InvalidRequest(
             "stopping.max_tokens",
             max_tokens,
             f"at most {room} after a prompt of {num_prompt} tokens",
             f"The context holds {limits.max_context_tokens} tokens of prompt and output together.",
         )
+    if request.min_tokens > max_tokens:
+        limit = f"at most {max_tokens}, the most tokens of the output"
+        raise InvalidRequest("stopping.min_tokens", request.min_tokens, limit)
     return max_tokens
 
 
@@ -180,33 +176,29 @@ def prompt_too_long(length: str, most_tokens: int) -> InvalidRequest:
     return InvalidRequest("prompt", length, limit, "Send a shorter prompt.")
 
 
-def _sampling(message: generation.GenerateRequest, limits: ModelLimits) -> SamplingParams:
-    sampling = message.sampling
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    # Written so that a NaN is refused too.
-    if not 0.0 <= temperature <= MAX_TEMPERATURE:
-        limit = f"between 0 and {MAX_TEMPERATURE:g}"
-        raise InvalidRequest("sampling.temperature", _shown(temperature), limit)
-    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
-    if not 0.0 < top_p <= 1.0:
-        raise InvalidRequest("sampling.top_p", _shown(top_p), "above 0 and at most 1")
-    if not 0.0 <= sampling.min_p <= 1.0:
-        raise InvalidRequest("sampling.min_p", _shown(sampling.min_p), "between 0 and 1")
-    if sampling.top_k > limits.vocabulary_size:
-        limit = f"at most {limits.vocabulary_size}, the size of the vocabulary"
-        raise InvalidRequest("sampling.top_k", sampling.top_k, limit, "0 keeps all tokens.")
-    has_logprobs = message.HasField("top_logprobs")
-    most = min(MAX_TOP_LOGPROBS, limits.vocabulary_size)
-    if message.top_logprobs > most:
-        raise InvalidRequest("top_logprobs", message.top_logprobs, f"at most {most}")
-    return SamplingParams(
-        temperature=temperature,
-        top_k=sampling.top_k,
-        top_p=top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        top_logprobs=message.top_logprobs if has_logprobs else None,
-    )
+def _check_grammar_ends(stopping: generation.Stopping) -> None:
+    """A grammar alone says where its output may end. Raises InvalidRequest."""
+    if stopping.min_tokens:
+        raise InvalidRequest(
+            "stopping.min_tokens", stopping.min_tokens, "0 with a grammar",
+            "An output that is complete has nothing to go on with.",
+        )  # fmt: skip
+    if stopping.ignore_eos:
+        raise InvalidRequest(
+            "stopping.ignore_eos", True, "false with a grammar",
+            "Once the output is complete, the end token is the only one left.",
+        )  # fmt: skip
+
+
+def _max_draft_tokens(message: generation.GenerateRequest, limits: ModelLimits) -> int | None:
+    if not message.HasField("max_draft_tokens"):
+        return None
+    if message.max_draft_tokens and not limits.has_mtp:
+        raise InvalidRequest(
+            "max_draft_tokens", message.max_draft_tokens, "0 or absent",
+            f"{limits.name!r} has no multi-token prediction heads.",
+        )  # fmt: skip
+    return message.max_draft_tokens
 
 
 def _stop_strings(stopping: generation.Stopping) -> tuple[str, ...]:
@@ -225,7 +217,7 @@ def _stop_token_ids(stopping: generation.Stopping, limits: ModelLimits) -> froze
     if len(token_ids) > MAX_STOP_TOKEN_IDS:
         limit = f"at most {MAX_STOP_TOKEN_IDS} token ids"
         raise InvalidRequest("stopping.stop_token_ids", f"{len(token_ids)} token ids", limit)
-    _check_vocabulary("stopping.stop_token_ids", tuple(token_ids), limits)
+    limits.check_vocabulary("stopping.stop_token_ids", token_ids)
     return frozenset(token_ids)
 
 
@@ -243,19 +235,5 @@ def _token_prompt(message: generation.TokenIds, limits: ModelLimits) -> TokenPro
     token_ids = tuple(message.ids)
     if not token_ids:
         raise InvalidRequest("token_ids.ids", [], "at least one token id")
-    _check_vocabulary("token_ids.ids", token_ids, limits)
+    limits.check_vocabulary("token_ids.ids", token_ids)
     return TokenPrompt(token_ids)
-
-
-def _check_vocabulary(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> None:
-    size = limits.vocabulary_size
-    if not token_ids or max(token_ids) < size:
-        return
-    index = next(i for i, token_id in enumerate(token_ids) if token_id >= size)
-    limit = f"below {size}, the size of the vocabulary"
-    raise InvalidRequest(f"{field}[{index}]", token_ids[index], limit)
-
-
-def _shown(value: float) -> float:
-    """A float32 from the wire as the client wrote it: 1.1, not 1.100000023841858."""
-    return float(f"{value:.7g}")

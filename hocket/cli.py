@@ -38,6 +38,13 @@ Overrides = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of all processes.")]
 
 
+MinTokens = Annotated[int | None, typer.Option(help="Fewest tokens to generate.")]
+Repetition = Annotated[float | None, typer.Option(help="Above 1: repeat less; default 1.")]
+Frequency = Annotated[float | None, typer.Option(help="For each time that a token came; -2 to 2.")]
+Presence = Annotated[float | None, typer.Option(help="For tokens that came at all; -2 to 2.")]
+SchemaFile = Annotated[Path | None, typer.Option(help="File: the output is JSON of this schema.")]
+
+
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
         from importlib.metadata import version
@@ -97,6 +104,13 @@ def generate(
         list[str] | None, typer.Option(metavar="<str>", help="End before this; repeatable.")
     ] = None,
     drafts: Annotated[int | None, typer.Option(help="Most draft tokens per step.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Completions of the prompt.")] = None,
+    min_tokens: MinTokens = None,
+    repetition_penalty: Repetition = None,
+    frequency_penalty: Frequency = None,
+    presence_penalty: Presence = None,
+    json_schema: SchemaFile = None,
+    regex: Annotated[str | None, typer.Option(help="The output matches this.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     address: Annotated[str, typer.Option(help="host:port of the gateway.")] = _ADDRESS,
 ) -> None:
@@ -118,6 +132,13 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
         max_draft_tokens=drafts,
+        n=n,
+        min_tokens=min_tokens,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        json_schema=json_schema,
+        regex=regex,
     )
     raise typer.Exit(command.run(options, address, as_json=as_json))
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -20,23 +20,18 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from control_plane.model_limits import ModelLimits
 from control_plane.openai import sse
 from control_plane.openai.errors import BodyTooLarge, BodyTooSlow, ErrorReply, error_reply
 from control_plane.openai.fields import Fields, parse_object
-from control_plane.openai.replies import (
-    CHAT,
-    ChatLogprobs,
-    Chunks,
-    CompletionLogprobs,
-    Form,
-    Head,
-    Whole,
-)
+from control_plane.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsShape
+from control_plane.openai.replies import CHAT, Chunks, Echo, Form, Head, Whole
 from control_plane.openai.requests import Asked
 from control_plane.openai.token_texts import TokenTexts
 from control_plane.request_flow import RequestFlow
 from control_plane.router.pool import WorkerPool
-from control_plane.validation import ModelLimits
+from control_plane.tokenizer import ModelTokenizer
+from control_plane.validation import check_prompt
 from hocket.errors import HocketError, InternalError, InvalidRequest, WorkerUnavailable
 from hocket.rpc import generation_pb2 as generation
 from hocket.types import Fingerprint
@@ -67,6 +62,7 @@ class Behind:
     flow: RequestFlow
     pool: WorkerPool
     limits: Callable[[], ModelLimits]
+    tokenizer: ModelTokenizer
     texts: TokenTexts
     now: Callable[[], float]
     deadline_s: float
@@ -130,6 +126,7 @@ class GenerationEndpoint:
         """Answers one request. Raises nothing that a client could cause."""
         request_id, is_usable = request_id_of(scope)
         answer = _Answerer(send, request_id)
+        params: Mapping[str, str] = {}
         try:
             if not is_usable:
                 limit = "1 to 128 printable ASCII characters"
@@ -137,6 +134,7 @@ class GenerationEndpoint:
             behind = self._door.behind
             body = await read_body(scope, receive, behind.max_body_bytes)
             asked = self._read(parse_object(body))
+            params = asked.params
             asked.message.request_id = request_id
             await self._door.while_connected(receive, self._serve(asked, answer))
         except ClientLeft:
@@ -148,37 +146,49 @@ class GenerationEndpoint:
             failure = InternalError(f"internal error: {type(error).__name__}")
         else:
             return
-        param = "messages" if self._form is CHAT else "prompt"
-        await answer.fail(error_reply(failure, param))
+        await answer.fail(error_reply(failure, params))
 
     async def _serve(self, asked: Asked, answer: _Answerer) -> None:
         behind = self._door.behind
-        head = self._door.head(asked.message.request_id)
-        shape = None
-        if asked.message.HasField("top_logprobs"):
-            kind = ChatLogprobs if self._form is CHAT else CompletionLogprobs
-            shape = kind(behind.texts)
-        if not asked.is_stream:
-            whole = Whole(self._form, head, shape)
+        message, head = asked.message, self._door.head(asked.message.request_id)
+        shapes = [self._logprobs_shape(message) for _ in range(message.n)]
+        if asked.is_stream:
+            chunks = Chunks(self._form, head, shapes, wants_usage=asked.wants_usage)
 
-            async def collect(response: generation.GenerateResponse) -> None:
-                whole.add(response)
+            async def pass_on(response: generation.GenerateResponse) -> None:
+                await answer.stream(chunks.take(response), is_last=chunks.is_over)
 
-            await behind.flow.serve(asked.message, behind.limits(), behind.deadline_s, collect)
-            await answer.whole(200, whole.body(), ())
+            await behind.flow.serve(message, behind.limits(), behind.deadline_s, pass_on)
             return
-        chunks = Chunks(self._form, head, shape, wants_usage=asked.wants_usage)
+        whole = Whole(
+            self._form,
+            head,
+            shapes,
+            echo=await self._echo(message) if asked.wants_echo else None,
+            prompt_texts=behind.texts if asked.wants_prompt_logprobs else None,
+        )
 
-        async def pass_on(response: generation.GenerateResponse) -> None:
-            data = chunks.piece(response)
-            is_last = response.HasField("finish")
-            if is_last:
-                data += chunks.closing(response.finish)
-            if not answer.has_started:
-                data = chunks.opening() + data
-            await answer.stream(data, is_last=is_last)
+        async def collect(response: generation.GenerateResponse) -> None:
+            whole.add(response)
 
-        await behind.flow.serve(asked.message, behind.limits(), behind.deadline_s, pass_on)
+        await behind.flow.serve(message, behind.limits(), behind.deadline_s, collect)
+        await answer.whole(200, whole.body(), ())
+
+    def _logprobs_shape(self, message: generation.GenerateRequest) -> LogprobsShape | None:
+        if not message.HasField("top_logprobs"):
+            return None
+        kind = ChatLogprobs if self._form is CHAT else CompletionLogprobs
+        return kind(self._door.behind.texts)
+
+    async def _echo(self, message: generation.GenerateRequest) -> Echo:
+        """The prompt as the reply repeats it; the message has its token ids from here on."""
+        behind = self._door.behind
+        limits = behind.limits()
+        prompt = check_prompt(message, limits)
+        token_ids = await behind.tokenizer.tokenize(prompt, limits.most_prompt_tokens)
+        text = message.text or behind.tokenizer.backend.decode(token_ids)
+        message.token_ids.ids[:] = token_ids
+        return Echo(text, token_ids[0])
 
 
 class _Answerer:

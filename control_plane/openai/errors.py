@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hocket.errors import HocketError, InvalidRequest
@@ -64,13 +65,14 @@ _RENAMED = (
     (re.compile(r"^chat$"), "messages"),
     (re.compile(r"^text$"), "prompt"),
     (re.compile(r"^token_ids\.ids"), "prompt"),
+    (re.compile(r"^grammar\.(json_schema|regex|ebnf|choice(\.strings)?)"), "grammar"),
     (re.compile(r"^request_id$"), "x-request-id"),
 )
 _LENGTHS = ("prompt", "stopping.max_tokens")
 
 
-def error_reply(error: HocketError, prompt_param: str = "prompt") -> ErrorReply:
-    """The HTTP form of an error. `prompt_param`: what this endpoint calls its prompt."""
+def error_reply(error: HocketError, params: Mapping[str, str] | None = None) -> ErrorReply:
+    """The HTTP form of an error. `params`: what this request calls its prompt, its grammar."""
     status, kind, code = _BY_CODE.get(error.code, (500, "server_error", None))
     message, param = str(error), None
     match error:
@@ -84,7 +86,7 @@ def error_reply(error: HocketError, prompt_param: str = "prompt") -> ErrorReply:
         case InvalidRequest():
             if _is_too_long(error):
                 code = "context_length_exceeded"
-            param = _param(error.field, prompt_param)
+            param = _param(error.field, params or {})
             message = param + message.removeprefix(error.field)
         case _:
             pass
@@ -101,12 +103,13 @@ def error_reply(error: HocketError, prompt_param: str = "prompt") -> ErrorReply:
     return ErrorReply(status, body, tuple(headers))
 
 
-def _param(field: str, prompt_param: str) -> str:
+def _param(field: str, params: Mapping[str, str]) -> str:
     for pattern, name in _RENAMED:
         field, count = pattern.subn(name, field)
         if count:
             break
-    return prompt_param if field == "prompt" else field
+    name, bracket, index = field.partition("[")
+    return params.get(name, name) + bracket + index
 
 
 def _is_too_long(error: InvalidRequest) -> bool:

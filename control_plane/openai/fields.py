@@ -22,6 +22,10 @@ class Fields:
         self._values = values
         self._where = where
 
+    def names(self) -> list[str]:
+        """Of all fields that are there."""
+        return list(self._values)
+
     def value(self, name: str) -> Any:
         """As it came; None when it is absent."""
         return self._values.get(name)
@@ -59,7 +63,7 @@ class Fields:
     def text(self, name: str) -> str | None:
         """A string that UTF-8 can hold."""
         value = self.value(name)
-        return None if value is None else checked_text(value, f"{self._where}{name}")
+        return None if value is None else checked_text(value, self.full_name(name))
 
     def table(self, name: str) -> Fields | None:
         """A JSON object."""
@@ -68,7 +72,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
-        return Fields(cast("dict[str, Any]", value), f"{self._where}{name}.")
+        return Fields(cast("dict[str, Any]", value), f"{self.full_name(name)}.")
 
     def items(self, name: str) -> list[Any] | None:
         """A list."""
@@ -79,9 +83,13 @@ class Fields:
             raise self.wrong(name, "a list")
         return cast("list[Any]", value)
 
+    def full_name(self, name: str) -> str:
+        """The field as an error names it."""
+        return f"{self._where}{name}"
+
     def wrong(self, name: str, limit: str, way_out: str = "") -> InvalidRequest:
         """The error that this field is not as it must be."""
-        return InvalidRequest(f"{self._where}{name}", self.value(name), limit, way_out)
+        return InvalidRequest(self.full_name(name), self.value(name), limit, way_out)
 
 
 def checked_text(value: object, name: str) -> str:

@@ -1,27 +1,29 @@
 """The flow's messages in OpenAI's shapes: chunks of a stream, or one whole reply.
 
-A chunk differs from the last one only in text and logprobs, so all that repeats is written once
-per request and a token costs one string put together. `ChatLogprobs` and `CompletionLogprobs`
-are the two shapes that logprobs have. `app.py` sends what comes out.
+A chunk differs from the last one of its choice only in text and logprobs, so all that repeats is
+written once per request and a token costs one string put together. `logprobs.py` has the shapes of
+logprobs. `door.py` sends what comes out.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
-from typing import Any, Protocol
+from typing import Any
 
+from control_plane.openai.logprobs import LogprobsShape, prompt_logprobs
 from control_plane.openai.sse import DONE, event
-from control_plane.openai.token_texts import TokenTexts, shown
+from control_plane.openai.token_texts import TokenTexts
 from hocket.rpc import generation_pb2 as generation
 
 _REASONS = {
     generation.FINISH_REASON_STOP: "stop",
     generation.FINISH_REASON_LENGTH: "length",
 }
+_NO_USAGE = ',"usage":null'
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,162 +79,213 @@ class Head:
         }
 
 
-class LogprobsShape(Protocol):
-    """Turns logprobs into one of OpenAI's shapes, in the order in which they come."""
-
-    def take(self, entries: Iterable[generation.TokenLogprobs]) -> dict[str, Any]:
-        """The entries after those of the calls before."""
-        ...
-
-
-class ChatLogprobs:
-    """{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-
-    def take(self, entries: Iterable[generation.TokenLogprobs]) -> dict[str, Any]:
-        content = [
-            self._entry(e) | {"top_logprobs": [self._entry(t) for t in e.top]} for e in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, entry: generation.TokenLogprobs | generation.TopLogprob) -> dict[str, Any]:
-        token = self._texts.token_bytes(entry.token_id)
-        return {"token": shown(token), "logprob": _finite(entry.logprob), "bytes": list(token)}
-
-
-class CompletionLogprobs:
-    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, four lists of equal length.
-
-    An offset counts the characters of the output before those that the token begins.
-    """
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def take(self, entries: Iterable[generation.TokenLogprobs]) -> dict[str, Any]:
-        shape: dict[str, list[Any]] = {
-            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
-        }  # fmt: skip
-        for entry in entries:
-            token = self._texts.token_bytes(entry.token_id)
-            shape["tokens"].append(shown(token))
-            shape["token_logprobs"].append(_finite(entry.logprob))
-            top = ((self._texts.token_bytes(t.token_id), t.logprob) for t in entry.top)
-            shape["top_logprobs"].append({shown(token): _finite(p) for token, p in top})
-            shape["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(token))
-        return shape
-
-
 class Chunks:
-    """One reply as server-sent events. `opening`, any number of `piece`, `closing`."""
+    """One reply as server-sent events."""
 
     def __init__(
-        self, form: Form, head: Head, logprobs: LogprobsShape | None, *, wants_usage: bool
+        self,
+        form: Form,
+        head: Head,
+        shapes: Sequence[LogprobsShape | None],
+        *,
+        wants_usage: bool,
     ) -> None:
-        """`logprobs` None: the client asked for none."""
-        self._form = form
-        self._logprobs = logprobs
-        self._wants_usage = wants_usage
+        """`shapes`: one for each choice, None where the client asked for no logprobs."""
         values = json.dumps(head.values(form, form.chunk_object), separators=(",", ":"))
         self._head = values[:-1] + ',"choices":['
-        self._before = f'{self._head}{{"index":0,{form.before_text}'
-        usage = ',"usage":null' if wants_usage else ""
-        self._end = f'"finish_reason":null}}]{usage}}}'
+        self._wants_usage = wants_usage
+        self._no_usage = _NO_USAGE if wants_usage else ""
+        after = f"}}]{self._no_usage}}}"
+        self._choices = [
+            _ChoiceChunks(form, index, shape, self._head, after)
+            for index, shape in enumerate(shapes)
+        ]
+        self._totals = Totals(len(shapes))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended, and with them the reply."""
+        return self._totals.is_over
+
+    def take(self, response: generation.GenerateResponse) -> bytes:
+        """The events of this message; empty when there is no text yet, which is when a character
+        is not whole. The last ones of all are the usage, if it was asked for, and the end."""
+        choice = self._choices[response.choice]
+        data = choice.opening() + choice.piece(response)
+        if not response.HasField("finish"):
+            return data
+        self._totals.add(response)
+        own = f',"hocket":{_json(self._totals.own_fields())}' if self.is_over else ""
+        data += choice.closing(response.finish, f"{self._no_usage}{own}")
+        if not self.is_over:
+            return data
+        if self._wants_usage:
+            data += event(f'{self._head}],"usage":{_json(self._totals.usage())}}}')
+        return data + DONE
+
+
+class _ChoiceChunks:
+    """The chunks of one choice. `head` and `after` frame the choice's own object."""
+
+    def __init__(
+        self, form: Form, index: int, shape: LogprobsShape | None, head: str, after: str
+    ) -> None:
+        self._form = form
+        self._shape = shape
+        self._has_begun = False
+        self._head = f'{head}{{"index":{index},'
+        self._before = self._head + form.before_text
+        self._end = f'"finish_reason":null{after}'
         self._after = f'{form.after_text},"logprobs":null,{self._end}'
 
     def opening(self) -> bytes:
-        """What precedes the first piece; empty for a plain completion."""
-        opening = self._form.opening
-        if opening is None:
+        """What precedes the first piece, once; nothing for a plain completion."""
+        opening, has_begun, self._has_begun = self._form.opening, self._has_begun, True
+        if has_begun or opening is None:
             return b""
-        return event(f'{self._head}{{"index":0,{opening},"logprobs":null,{self._end}')
+        return event(f'{self._head}{opening},"logprobs":null,{self._end}')
 
     def piece(self, response: generation.GenerateResponse) -> bytes:
-        """New text; empty when there is none yet, which is when a character is not whole."""
-        if self._logprobs is None or not response.logprobs:
+        """New text and its logprobs, if there are any."""
+        if self._shape is None or not response.logprobs:
             if not response.text:
                 return b""
             return event(self._before + encode_basestring(response.text) + self._after)
-        shape = _json(self._logprobs.take(response.logprobs))
+        logprobs = _json(self._shape.take(response.logprobs))
         text = encode_basestring(response.text) + self._form.after_text
-        return event(f'{self._before}{text},"logprobs":{shape},{self._end}')
+        return event(f'{self._before}{text},"logprobs":{logprobs},{self._end}')
 
-    def closing(self, finish: generation.Finish) -> bytes:
-        """The reason, the usage if it was asked for, and the end."""
-        no_text, reason = self._form.no_text, _json(_REASONS[finish.reason])
-        choice = f'{{"index":0,{no_text},"logprobs":null,"finish_reason":{reason}}}'
-        extra = f'"hocket":{_json(own_fields(finish))}'
-        if not self._wants_usage:
-            return event(f"{self._head}{choice}],{extra}}}") + DONE
-        last = event(f'{self._head}{choice}],"usage":null,{extra}}}')
-        return last + event(f'{self._head}],"usage":{_json(usage(finish.usage))}}}') + DONE
+    def closing(self, finish: generation.Finish, extra: str) -> bytes:
+        """The reason. `extra`: more fields of the chunk, each after a comma."""
+        reason = _json(_REASONS[finish.reason])
+        choice = f'{self._form.no_text},"logprobs":null,"finish_reason":{reason}}}'
+        return event(f"{self._head}{choice}]{extra}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, to be repeated before each output: its text, and its first token, which has no
+    logprob."""
+
+    text: str
+    first_token_id: int
 
 
 @dataclass(slots=True)
+class _WholeChoice:
+    """What has come of one choice."""
+
+    texts: list[str] = field(default_factory=list[str])
+    entries: list[generation.TokenLogprobs] = field(default_factory=list[generation.TokenLogprobs])
+    reason: str = ""
+
+
 class Whole:
     """One reply as one JSON object: `add` every message, then `body`."""
 
-    form: Form
-    head: Head
-    logprobs: LogprobsShape | None
-    _texts: list[str] = field(default_factory=list[str])
-    _entries: list[generation.TokenLogprobs] = field(default_factory=list[generation.TokenLogprobs])
-    _finish: generation.Finish | None = None
+    def __init__(
+        self,
+        form: Form,
+        head: Head,
+        shapes: Sequence[LogprobsShape | None],
+        *,
+        echo: Echo | None = None,
+        prompt_texts: TokenTexts | None = None,
+    ) -> None:
+        """`shapes`: one for each choice, None where the client asked for no logprobs.
+        `prompt_texts`: set when it asked for the prompt's."""
+        self._form = form
+        self._head = head
+        self._shapes = shapes
+        self._echo = echo
+        self._prompt_texts = prompt_texts
+        self._prompt: list[generation.TokenLogprobs] = []
+        self._choices = [_WholeChoice() for _ in shapes]
+        self._totals = Totals(len(shapes))
 
     def add(self, response: generation.GenerateResponse) -> None:
         """Takes the next message of the flow."""
-        self._texts.append(response.text)
-        self._entries.extend(response.logprobs)
+        choice = self._choices[response.choice]
+        choice.texts.append(response.text)
+        choice.entries.extend(response.logprobs)
+        self._prompt.extend(response.prompt_logprobs)
         if response.HasField("finish"):
-            self._finish = response.finish
+            choice.reason = _REASONS[response.finish.reason]
+            self._totals.add(response)
 
     def body(self) -> bytes:
         """The reply, once the last message has come."""
-        assert self._finish is not None
-        text = "".join(self._texts)
-        choice: dict[str, Any] = {"index": 0}
-        if self.form is CHAT:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = None if self.logprobs is None else self.logprobs.take(self._entries)
-        choice["finish_reason"] = _REASONS[self._finish.reason]
-        values = self.head.values(self.form, self.form.whole_object) | {
-            "choices": [choice],
-            "usage": usage(self._finish.usage),
-            "hocket": own_fields(self._finish),
+        assert self._totals.is_over
+        choices = [self._choice(index) for index in range(len(self._choices))]
+        values = self._head.values(self._form, self._form.whole_object) | {
+            "choices": choices,
+            "usage": self._totals.usage(),
+            "hocket": self._totals.own_fields(),
         }
+        if self._prompt_texts is not None:
+            told = {"prompt_logprobs": prompt_logprobs(self._prompt, self._prompt_texts)}
+            # vLLM has them here for a chat, there for a completion.
+            for holder in [values] if self._form is CHAT else choices:
+                holder |= told
         return _json(values).encode()
 
-
-def usage(counts: generation.Usage) -> dict[str, Any]:
-    """OpenAI's usage."""
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.output_tokens,
-        "total_tokens": counts.prompt_tokens + counts.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-    }
-
-
-def own_fields(finish: generation.Finish) -> dict[str, Any]:
-    """What OpenAI has no word for: the seed that gives these tokens again, and the drafting."""
-    return {
-        "seed": finish.seed,
-        "drafted_tokens": finish.usage.drafted_tokens,
-        "accepted_tokens": finish.usage.accepted_tokens,
-        "verify_steps": finish.usage.verify_steps,
-    }
+    def _choice(self, index: int) -> dict[str, Any]:
+        choice, shape, echo = self._choices[index], self._shapes[index], self._echo
+        text, entries = "".join(choice.texts), choice.entries
+        if echo is not None:
+            first = generation.TokenLogprobs(token_id=echo.first_token_id, logprob=math.nan)
+            text, entries = echo.text + text, [first, *self._prompt, *entries]
+        told: dict[str, Any] = {"index": index}
+        if self._form is CHAT:
+            told["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            told["text"] = text
+        told["logprobs"] = None if shape is None else shape.take(entries)
+        told["finish_reason"] = choice.reason
+        return told
 
 
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; a token that cannot be gets what other servers write."""
-    return max(logprob, -9999.0)
+class Totals:
+    """What all choices consumed and made together, once each has ended."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._finishes: dict[int, generation.Finish] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._finishes) == self._num_choices
+
+    def add(self, last: generation.GenerateResponse) -> None:
+        """Takes the last message of a choice."""
+        self._finishes[last.choice] = last.finish
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage. The prompt counts once, as the first choice read it."""
+        first = self._finishes[0].usage
+        output_tokens = sum(finish.usage.output_tokens for finish in self._finishes.values())
+        return {
+            "prompt_tokens": first.prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": first.prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        }
+
+    def own_fields(self) -> dict[str, Any]:
+        """What OpenAI has no word for: the seed that gives these tokens again, the drafting, and
+        what drafts could do to the output where they could."""
+        usages = [finish.usage for finish in self._finishes.values()]
+        told: dict[str, Any] = {
+            "seed": self._finishes[0].seed,
+            "drafted_tokens": sum(usage.drafted_tokens for usage in usages),
+            "accepted_tokens": sum(usage.accepted_tokens for usage in usages),
+            "verify_steps": sum(usage.verify_steps for usage in usages),
+        }
+        acceptance = max(finish.acceptance for finish in self._finishes.values())
+        if acceptance != generation.ACCEPTANCE_EXACT:
+            name = generation.Acceptance.Name(acceptance)
+            told["acceptance"] = name.removeprefix("ACCEPTANCE_").lower()
+        return told
 
 
 def _json(value: Any) -> str:

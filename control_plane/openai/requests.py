@@ -3,20 +3,22 @@
 `app.py` gives the parsed body; what comes out goes to `request_flow`, which checks values (ranges,
 lengths, vocabulary) for both doors alike. Here only what is OpenAI's own is decided:
 
-- a field that we know and do not serve is accepted with the value that changes nothing (`n: 1`,
-  `logit_bias: {}`), and refused with any other: silence would be a wrong answer;
+- a field that we know and do not serve is accepted with the value that changes nothing
+  (`tools: []`, `suffix: ""`), and refused with any other: silence would be a wrong answer;
 - a field that cannot change the output (`user`, `store`, `metadata`, ...), or that nobody knows,
   is ignored, so that newer clients keep working.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from control_plane.openai.fields import MAX_UINT32, Fields, checked_text
-from control_plane.validation import MAX_TOP_LOGPROBS
+from control_plane.openai.grammars import set_grammar
+from control_plane.param_checks import MAX_TOP_LOGPROBS
+from control_plane.validation import MAX_CHOICES
 from hocket.errors import InvalidRequest
 from hocket.rpc import generation_pb2 as generation
 
@@ -26,33 +28,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
+    "guided_whitespace_pattern": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -65,28 +52,45 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Asked:
     """What a client asked for: `message` for the flow, the rest for the shape of the reply.
 
-    `wants_usage`: a chunk with the usage ends the stream.
+    `wants_usage`: a chunk with the usage ends the stream. `wants_echo`: the text begins with the
+    prompt. `wants_prompt_logprobs`: of themselves, not as part of an echo. `params`: what errors
+    must call a field where that differs from request to request.
     """
 
     message: generation.GenerateRequest
     is_stream: bool
-    wants_usage: bool
+    params: Mapping[str, str]
+    wants_usage: bool = False
+    wants_echo: bool = False
+    wants_prompt_logprobs: bool = False
 
 
 def completion_request(fields: Fields) -> Asked:
     """The body of POST /v1/completions. Raises InvalidRequest."""
-    message = _common(fields)
+    asked = _asked(fields, "prompt")
+    message = asked.message
     _set_prompt(message, fields)
     _set_max_tokens(message, fields, "max_tokens")
     logprobs = fields.integer("logprobs", high=MAX_TOP_LOGPROBS)
     if logprobs is not None:
         message.top_logprobs = logprobs
-    return _asked(message, fields)
+    wants_echo = fields.boolean("echo")
+    if wants_echo and asked.is_stream:
+        raise fields.wrong("echo", "false in a stream")
+    if wants_echo and logprobs is not None and not asked.wants_prompt_logprobs:
+        message.prompt_logprobs = logprobs
+    best_of = fields.integer("best_of")
+    if best_of not in (None, 1, message.n):
+        raise fields.wrong("best_of", "1, n or absent", "Choosing among more is not served.")
+    return replace(asked, wants_echo=wants_echo)
 
 
 def chat_request(fields: Fields) -> Asked:
     """The body of POST /v1/chat/completions. Raises InvalidRequest."""
-    message = _common(fields)
+    asked = _asked(fields, "messages")
+    message = asked.message
+    if fields.boolean("echo"):
+        raise fields.wrong("echo", "false or absent", "Anything else is not served.")
     messages = fields.items("messages")
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
@@ -99,33 +103,67 @@ def chat_request(fields: Fields) -> Asked:
         message.top_logprobs = num_top or 0
     elif num_top:
         raise fields.wrong("top_logprobs", "0 or absent", "Set logprobs to true with it.")
-    return _asked(message, fields)
+    return asked
 
 
-def _common(fields: Fields) -> generation.GenerateRequest:
+def _asked(fields: Fields, prompt_param: str) -> Asked:
     """What both kinds of request say in the same words."""
     _refuse_unserved(fields)
+    is_stream = fields.boolean("stream")
+    options = fields.table("stream_options")
+    if options is not None and not is_stream:
+        raise fields.wrong("stream_options", "absent", "It goes with stream = true only.")
     message = generation.GenerateRequest(model=fields.text("model") or "")
-    numbers: tuple[tuple[str, Callable[[float], None]], ...] = (
-        ("temperature", lambda value: setattr(message.sampling, "temperature", value)),
-        ("top_p", lambda value: setattr(message.sampling, "top_p", value)),
-        ("min_p", lambda value: setattr(message.sampling, "min_p", value)),
-    )
-    for name, assign in numbers:
-        number = fields.number(name)
-        if number is not None:
-            assign(number)
-    top_k = fields.integer("top_k", low=-1)
-    if top_k is not None:
-        message.sampling.top_k = max(top_k, 0)  # -1 is another way to say: all
-    seed = fields.integer("seed", low=-(2**63), high=2**64 - 1)
-    if seed is not None:
-        message.sampling.seed = seed % 2**64
+    message.n = fields.integer("n", low=1, high=MAX_CHOICES) or 1
+    _set_sampling(message.sampling, fields)
     _set_stopping(message.stopping, fields)
     max_drafts = fields.integer("max_draft_tokens")
     if max_drafts is not None:
         message.max_draft_tokens = max_drafts
-    return message
+    typical = fields.table("typical_acceptance")
+    if typical is not None:
+        message.typical_acceptance.SetInParent()
+        _set_numbers(message.typical_acceptance, typical, "epsilon", "delta")
+    prompt_logprobs = fields.integer("prompt_logprobs", high=MAX_TOP_LOGPROBS)
+    if prompt_logprobs is not None:
+        if is_stream:
+            raise fields.wrong("prompt_logprobs", "absent in a stream")
+        message.prompt_logprobs = prompt_logprobs
+    return Asked(
+        message,
+        is_stream,
+        params={"prompt": prompt_param, "grammar": set_grammar(message, fields)},
+        wants_usage=options is not None and options.boolean("include_usage"),
+        wants_prompt_logprobs=prompt_logprobs is not None,
+    )
+
+
+def _set_sampling(sampling: generation.Sampling, fields: Fields) -> None:
+    _set_numbers(
+        sampling, fields, "temperature", "top_p", "min_p", "repetition_penalty",
+        "frequency_penalty", "presence_penalty",
+    )  # fmt: skip
+    top_k = fields.integer("top_k", low=-1)
+    if top_k is not None:
+        sampling.top_k = max(top_k, 0)  # -1 is another way to say: all
+    seed = fields.integer("seed", low=-(2**63), high=2**64 - 1)
+    if seed is not None:
+        sampling.seed = seed % 2**64
+    bias = fields.table("logit_bias") or Fields({})
+    for name in bias.names():
+        value = bias.number(name)
+        is_token_id = name.isdecimal() and len(name) <= 10 and int(name) <= MAX_UINT32
+        if not is_token_id or value is None:
+            raise InvalidRequest("logit_bias", name, "token ids with a number each")
+        sampling.logit_bias[int(name)] = value
+
+
+def _set_numbers(message: Any, fields: Fields, *names: str) -> None:
+    """Fields that the message has under the same names, where they are there."""
+    for name in names:
+        number = fields.number(name)
+        if number is not None:
+            setattr(message, name, number)
 
 
 def _refuse_unserved(fields: Fields) -> None:
@@ -148,6 +186,8 @@ def _set_stopping(stopping: generation.Stopping, fields: Fields) -> None:
     if token_ids:
         stopping.stop_token_ids.extend(_token_ids(token_ids, "stop_token_ids"))
     stopping.ignore_eos = fields.boolean("ignore_eos")
+    stopping.min_tokens = fields.integer("min_tokens") or 0
+    stopping.include_stop = fields.boolean("include_stop_str_in_output")
 
 
 def _set_max_tokens(message: generation.GenerateRequest, fields: Fields, *names: str) -> None:
@@ -215,12 +255,3 @@ def _text_part(part: object, name: str) -> str:
     if fields.value("type") != "text":
         raise fields.wrong("type", "'text'", "Only text is served.")
     return checked_text(fields.value("text"), f"{name}.text")
-
-
-def _asked(message: generation.GenerateRequest, fields: Fields) -> Asked:
-    is_stream = fields.boolean("stream")
-    options = fields.table("stream_options")
-    if options is not None and not is_stream:
-        raise fields.wrong("stream_options", "absent", "It goes with stream = true only.")
-    wants_usage = options is not None and options.boolean("include_usage")
-    return Asked(message, is_stream, wants_usage)

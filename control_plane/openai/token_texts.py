@@ -7,11 +7,11 @@ undone here. The text of an output comes from `control_plane.detokenizer` instea
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 from tokenizers import Tokenizer
+
+from control_plane.detokenizer import decoder_kinds
 
 _LONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -22,8 +22,15 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
-        self._character_to_byte = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {i: t.content for i, t in added.items()}
+        self._special = frozenset(i for i, t in added.items() if t.special)
+        is_byte_level = "ByteLevel" in decoder_kinds(tokenizer)
+        self._character_to_byte = _byte_alphabet() if is_byte_level else None
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is in no text."""
+        return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; empty for an id that the tokenizer does not know."""
@@ -45,14 +52,6 @@ def shown(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder: Any = tokenizer.decoder
-    if decoder is None:
-        return False
-    state: dict[str, Any] = json.loads(decoder.__getstate__())
-    return any(d["type"] == "ByteLevel" for d in [state, *state.get("decoders", [])])
 
 
 def _byte_alphabet() -> dict[str, int]:

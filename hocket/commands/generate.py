@@ -1,7 +1,8 @@
 """`hocket generate`: one request to a gateway, its text printed as it arrives.
 
 `build_request` turns options into the public message, `ask` streams the answer and measures it,
-`closing_line` says in one line how it went. The demo uses the same three.
+`closing_line` says in one line how it went. The demo uses the same three; `ask_all` is for several
+completions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -38,11 +40,18 @@ class GenerateOptions:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_draft_tokens: int | None = None
+    n: int | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    json_schema: Path | None = None
+    regex: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer and the client's own clock readings: seconds from sending the request."""
+    """A whole completion and the client's own clock readings: seconds from sending the request."""
 
     request_id: str
     text: str
@@ -92,7 +101,16 @@ def build_request(options: GenerateOptions) -> generation.GenerateRequest:
         (request.sampling, "seed", options.seed, "from 0 to 18446744073709551615"),
         (request.stopping, "max_tokens", options.max_tokens, "from 1 to the context's limit"),
         (request, "max_draft_tokens", options.max_draft_tokens, "from 0 to 4294967295"),
+        (request, "n", options.n, "from 1 to 64"),
+        (request.stopping, "min_tokens", options.min_tokens, "from 0 to 4294967295"),
+        (request.sampling, "repetition_penalty", options.repetition_penalty, "above 0, at most 2"),
+        (request.sampling, "frequency_penalty", options.frequency_penalty, "from -2 to 2"),
+        (request.sampling, "presence_penalty", options.presence_penalty, "from -2 to 2"),
+        (request.grammar, "json_schema", _content(options.json_schema), "valid UTF-8"),
+        (request.grammar, "regex", options.regex, "valid UTF-8"),
     )
+    if options.json_schema is not None and options.regex is not None:
+        raise InvalidRequest("regex", options.regex, "absent beside a JSON schema")
     for message, name, value, limit in settings:
         if value is not None:
             try:
@@ -109,30 +127,54 @@ def build_request(options: GenerateOptions) -> generation.GenerateRequest:
 async def ask(
     client: GenerationClient, request: generation.GenerateRequest, write: Callable[[str], None]
 ) -> Answer:
-    """Sends the request; `write` gets each piece of text. Raises `HocketError`."""
+    """Sends a request for one completion; `write` gets each piece of text. Raises `HocketError`."""
+    (answer,) = await ask_all(client, request, lambda _, text: write(text))
+    return answer
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has come of one completion."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    pieces: list[str] = field(default_factory=list[str])
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+async def ask_all(
+    client: GenerationClient,
+    request: generation.GenerateRequest,
+    write: Callable[[int, str], None],
+) -> list[Answer]:
+    """Sends the request; `write` gets the number of a completion and its next piece of text.
+    Raises `HocketError`."""
     started = time.monotonic()
-    first_s = last_s = 0.0
-    token_ids: list[int] = []
-    pieces: list[str] = []
+    choices = [_Choice() for _ in range(max(1, request.n))]
+    answers: dict[int, Answer] = {}
     async for response in _stream(client, request):
+        choice = choices[response.choice]
         if response.token_ids:
-            last_s = time.monotonic() - started
-            first_s = first_s or last_s
-        token_ids.extend(response.token_ids)
+            choice.last_s = time.monotonic() - started
+            choice.first_s = choice.first_s or choice.last_s
+        choice.token_ids.extend(response.token_ids)
         if response.text:
-            pieces.append(response.text)
-            write(response.text)
+            choice.pieces.append(response.text)
+            write(response.choice, response.text)
         if response.HasField("finish"):
-            return Answer(
+            answers[response.choice] = Answer(
                 request_id=response.request_id,
-                text="".join(pieces),
-                token_ids=tuple(token_ids),
+                text="".join(choice.pieces),
+                token_ids=tuple(choice.token_ids),
                 finish=response.finish,
-                first_token_s=first_s,
-                last_token_s=last_s,
+                first_token_s=choice.first_s,
+                last_token_s=choice.last_s,
             )
+        if len(answers) == len(choices):
+            return [answers[index] for index in range(len(choices))]
     raise WorkerUnavailable(
-        "the stream ended without a finish; send the request again.", output_tokens=len(token_ids)
+        "the stream ended without a finish; send the request again.",
+        output_tokens=sum(len(choice.token_ids) for choice in choices),
     )
 
 
@@ -177,6 +219,8 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         answer.finish, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     finish["reason"] = _reason(answer.finish)
+    finish["acceptance"] = generation.Acceptance.Name(answer.finish.acceptance).lower()
+    finish["acceptance"] = finish["acceptance"].removeprefix("acceptance_")
     finish["seed"] = answer.finish.seed
     if answer.finish.HasField("hand_off"):
         finish["hand_off"]["bytes"] = answer.finish.hand_off.bytes
@@ -196,38 +240,69 @@ def as_dict(answer: Answer) -> dict[str, Any]:
 
 def run(options: GenerateOptions, address: str, *, as_json: bool) -> int:
     """The command; returns its exit code."""
+    is_single = (options.n or 1) == 1
     written: list[str] = []
 
-    def write(text: str) -> None:
-        written.append(text)
-        if not as_json:
+    def write(_: int, text: str) -> None:
+        # Several completions come side by side: they are shown when they are there.
+        if is_single and not as_json:
+            written.append(text)
             write_now(text)
 
     try:
-        answer = asyncio.run(_ask_once(options, address, write))
+        answers = asyncio.run(_ask_once(options, address, write))
     except (HocketError, KeyboardInterrupt) as error:
-        if written and not as_json:
+        if written:
             # What follows stands on a line of its own.
             write_now("\n")
         if isinstance(error, KeyboardInterrupt):
             return 130
         _tell(explained(error, address, GENERATION), as_json)
         return 1
+    told = [as_dict(answer) for answer in answers]
     if as_json:
-        print(json.dumps(as_dict(answer), ensure_ascii=False))
+        print(json.dumps(told[0] if is_single else {"choices": told}, ensure_ascii=False))
+    elif is_single:
+        print(f"\n\n{closing_line(answers[0])}")
     else:
-        print(f"\n\n{closing_line(answer)}")
+        for index, answer in enumerate(answers):
+            print(f"[{index}]\n{answer.text}\n\n{closing_line(answer)}\n")
+    if note := acceptance_note(answers[0].finish):
+        print(note, file=sys.stderr)
     return 0
 
 
-async def _ask_once(options: GenerateOptions, address: str, write: Callable[[str], None]) -> Answer:
+def acceptance_note(finish: generation.Finish) -> str:
+    """Says it when drafts could change the output; "" when they could not."""
+    match finish.acceptance:
+        case generation.ACCEPTANCE_TYPICAL:
+            return "note: drafts could change this output, as typical acceptance lets them."
+        case generation.ACCEPTANCE_SYNTHETIC:
+            return "note: this output means nothing: the server keeps drafts at a synthetic rate."
+        case _:
+            return ""
+
+
+async def _ask_once(
+    options: GenerateOptions, address: str, write: Callable[[int, str], None]
+) -> list[Answer]:
     request = build_request(options)
     check_address(address)
     client = GenerationClient(address)
     try:
-        return await ask(client, request, write)
+        return await ask_all(client, request, write)
     finally:
         await client.close()
+
+
+def _content(path: Path | None) -> str | None:
+    """Of a file that an option names. Raises InvalidRequest when it cannot be read as text."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest("json_schema", str(path), f"a file of UTF-8 text ({error})") from error
 
 
 def write_now(text: str) -> None:

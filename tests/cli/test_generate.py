@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -30,6 +31,7 @@ class ScriptedGateway(GenerationServicer):
         self.error: HocketError | None = None
         self.is_cut_short = False
         self.is_stopped_midway = False
+        self.acceptance = generation.ACCEPTANCE_EXACT
         self.address = ""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -49,6 +51,12 @@ class ScriptedGateway(GenerationServicer):
         self.requests.append(request)
         if self.error is not None:
             await abort(context, self.error)
+        for choice in range(1, request.n):
+            other = generation.GenerateResponse(
+                request_id="r", choice=choice, text=f"Other {choice}"
+            )
+            other.finish.reason = generation.FINISH_REASON_LENGTH
+            await context.write(other)
         await context.write(generation.GenerateResponse(request_id="r", token_ids=[1], text="One"))
         if self.is_cut_short:
             return
@@ -59,6 +67,7 @@ class ScriptedGateway(GenerationServicer):
         last.text = " twö"
         last.finish.reason = generation.FINISH_REASON_STOP
         last.finish.seed = 2**63 + 1
+        last.finish.acceptance = self.acceptance
         last.finish.usage.output_tokens = 4
         last.finish.usage.verify_steps = 2
         last.finish.usage.emitted_tokens = 3
@@ -99,18 +108,22 @@ def test_text_is_printed_and_followed_by_the_closing_line(gateway: ScriptedGatew
 def test_every_option_reaches_its_field(gateway: ScriptedGateway) -> None:
     arguments = (
         "Hi --chat --model m --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 "
-        "--seed 18446744073709551615 --stop x --stop yy --drafts 2"
+        "--seed 18446744073709551615 --stop x --stop yy --drafts 2 --n 1 --min-tokens 3 "
+        "--repetition-penalty 1.5 --frequency-penalty 0.5 --presence-penalty -0.5 --regex a+"
     )
     assert generate(gateway, *arguments.split()).exit_code == 0
     expected = generation.GenerateRequest(
         model="m",
         chat=generation.Chat(messages=[generation.ChatMessage(role="user", content="Hi")]),
         sampling=generation.Sampling(
-            temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**64 - 1
+            temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**64 - 1,
+            repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.5,
         ),
-        stopping=generation.Stopping(max_tokens=5, stop=["x", "yy"]),
+        stopping=generation.Stopping(max_tokens=5, stop=["x", "yy"], min_tokens=3),
         max_draft_tokens=2,
-    )
+        n=1,
+        grammar=generation.Grammar(regex="a+"),
+    )  # fmt: skip
     assert gateway.requests == [expected]
 
 
@@ -121,6 +134,47 @@ def test_what_is_not_given_is_left_to_the_server(gateway: ScriptedGateway) -> No
     assert not request.sampling.ListFields()
     assert not request.stopping.ListFields()
     assert not request.HasField("max_draft_tokens")
+    assert not request.HasField("grammar")
+    assert request.n == 0
+
+
+def test_several_completions_are_shown_one_after_the_other(gateway: ScriptedGateway) -> None:
+    done = generate(gateway, "Count", "--n", "3")
+    assert done.exit_code == 0
+    parts = done.stdout.strip().split("\n\n")
+    assert parts[::2] == ["[0]\nOne twö", "[1]\nOther 1", "[2]\nOther 2"]
+    assert all("acceptance length" in closing for closing in parts[1::2])
+    told = json.loads(generate(gateway, "Count", "--n", "3", "--json").stdout)
+    assert [c["text"] for c in told["choices"]] == ["One twö", "Other 1", "Other 2"]
+    assert [c["reason"] for c in told["choices"]] == ["stop", "length", "length"]
+
+
+def test_a_schema_is_read_from_its_file(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    assert generate(gateway, "Hi", "--json-schema", str(schema)).exit_code == 0
+    assert gateway.requests[0].grammar.json_schema == '{"type": "object"}'
+    both = generate(gateway, "Hi", "--json-schema", str(schema), "--regex", "a")
+    assert both.stderr == "error: regex is 'a'; it must be absent beside a JSON schema.\n"
+    schema.write_bytes(b"\xff")
+    for path in (schema, tmp_path / "none.json"):
+        done = generate(gateway, "Hi", "--json-schema", str(path))
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert "json_schema" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "words"),
+    [("EXACT", ""), ("TYPICAL", "could change this output"), ("SYNTHETIC", "means nothing")],
+)
+def test_an_output_that_is_not_exact_is_labelled(
+    gateway: ScriptedGateway, acceptance: str, words: str
+) -> None:
+    gateway.acceptance = generation.Acceptance.Value(f"ACCEPTANCE_{acceptance}")
+    done = generate(gateway, "Hi", "--json")
+    assert words in done.stderr
+    assert bool(done.stderr) == bool(words)
+    assert json.loads(done.stdout)["acceptance"] == acceptance.lower()
 
 
 def test_a_dash_reads_the_prompt_from_stdin(gateway: ScriptedGateway) -> None:
@@ -224,6 +278,7 @@ def test_a_pipe_with_bytes_that_are_no_text_is_one_line(gateway: ScriptedGateway
         (GenerateOptions("x", top_k=2**40), "top_k"),
         (GenerateOptions("x", seed=2**64), "seed"),
         (GenerateOptions("x", max_draft_tokens=-3), "max_draft_tokens"),
+        (GenerateOptions("x", n=-1), "n"),
     ],
 )
 def test_a_number_no_message_can_hold_is_named(options: GenerateOptions, field: str) -> None:

@@ -334,6 +334,8 @@ async def test_late_events_of_an_earlier_attempt_reach_nobody(
         return key, next(d for d in decodes if key in d.sinks)
 
     first, refusing = await begin(0)
+    # Before the first token of all: nobody has asked for what follows it.
+    refusing.sinks[first](Tokens(first, 1, (8,)))
     refusing.sinks[first](failed_from_error(first, Overloaded("full")))
     second, other = await begin(1)
     assert (first.request_id, first.attempt, second.attempt) == (second.request_id, 0, 1)

@@ -94,10 +94,14 @@ async def test_a_seed_that_the_server_picks_is_one_for_all(serving: Any) -> None
         assert len(seeds) == 1
 
 
-async def test_choices_are_interleaved(serving: Any) -> None:
+async def test_choices_are_interleaved(serving: Any, until: Any) -> None:
     async with serving() as s:
-        answer = await s.generate(text="x", n=3)
-        order = [r.choice for r in answer.responses]
+        s.decode.engine.stall_at = 3
+        call = asyncio.create_task(s.generate(text="x", n=3))
+        value = s.gateway.metrics.registry.get_sample_value
+        await until(lambda: value("hocket_output_tokens_total") == 9)
+        s.decode.engine.resume.set()
+        order = [r.choice for r in (await call).responses]
         assert order != sorted(order)
 
 

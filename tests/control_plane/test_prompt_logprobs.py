@@ -186,6 +186,8 @@ async def test_a_worker_that_is_lost_before_they_are_complete_is_replaced(
         check(answer)
         script = s.decode.engine.script
         assert answer.token_ids == script[: min(max_tokens, len(script))]
+        # A worker takes no request for nothing.
+        assert all(r.stopping.max_tokens > 0 for w in s.workers for r in w.engine.submitted)
         reading = [r for w in s.workers for r in w.engine.submitted if r.leg is not Leg.DECODE]
         assert sorted((r.key.attempt, r.sampling.prompt_logprobs) for r in reading) == [
             (0, 1), (1, 1),

@@ -44,7 +44,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": choices("a", "")}, "grammar.choice.strings[1]", "''"),
     ({"grammar": choices("a", "b", "a")}, "grammar.choice.strings[2]", "'a'"),
     ({"grammar": choices(*map(str, range(1025)))}, "grammar.choice.strings", "'1025 strings'"),
-    ({"grammar": choices("a" * MAX_GRAMMAR_BYTES, "b")}, "grammar.choice", "'65537 bytes'"),
+    ({"grammar": choices("a" * (MAX_GRAMMAR_BYTES - 8), "b")}, "grammar.choice", "'65537 bytes'"),
     ({"grammar": {"regex": "a"}, "stopping": {"min_tokens": 1}}, "stopping.min_tokens", "1"),
     ({"grammar": {"regex": "a"}, "stopping": {"ignore_eos": True}}, "stopping.ignore_eos", "True"),
     ({"typical_acceptance": {"epsilon": 0}}, "typical_acceptance.epsilon", "0.0"),
@@ -83,7 +83,7 @@ def test_the_ends_of_each_range_are_taken() -> None:
             "logit_bias": {511: -100, 3: 100} | dict.fromkeys(range(4, 500), 0.5),
         },
         typical_acceptance={"epsilon": 1, "delta": 1},
-        grammar=choices("a" * (MAX_GRAMMAR_BYTES - 1), "b"),
+        grammar=choices("a" * (MAX_GRAMMAR_BYTES - 9), "b"),
     )
     sampling = request.sampling
     assert (request.num_choices, sampling.prompt_logprobs) == (64, 20)
