@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import HandOffFailed, HocketError
 from hocket.execution.draft_collector import DraftCollector
 from hocket.execution.draft_setup import set_up_drafts
+from hocket.execution.grammar_setup import set_up_grammars
 from hocket.execution.model_setup import set_up_model
 from hocket.execution.transfer_setup import set_up_importer
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
@@ -177,17 +179,13 @@ def build_worker(
             max_quarantine_share=transfer.max_quarantine_share,
         ),
     )
-    policy = DecodePolicy(
-        max_batch=pool.max_batch,
-        max_waiting=pool.max_waiting,
-        chunk_tokens=pool.chunk_tokens,
-        draft_tokens=model.max_draft_tokens,
-        reserve_output_share=pool.reserve_output_share,
-    )
+    sizes = (pool.max_batch, pool.max_waiting, pool.chunk_tokens, model.max_draft_tokens)
+    policy = DecodePolicy(*sizes, reserve_output_share=pool.reserve_output_share)
     block_tokens = cache.layout.block_tokens
     prefixes = PrefixCache(cache.pool, model.fingerprint.weights, block_tokens)
     scheduler = DecodeScheduler(model.limits, policy)
     drafts = set_up_drafts(settings, model)
+    grammars = set_up_grammars(settings, model)
     engine = DecodeEngine(
         scheduler,
         model.runner,
@@ -195,12 +193,16 @@ def build_worker(
         can_recompute=transfer.policy == "recompute",
         together=model.rank.lockstep if model.rank is not None else None,
         prefixes=prefixes if pool.prefix_cache else None,
+        grammars=grammars,
         drafts=drafts,
     )
     if model.rank is not None:
         # Also the moment from which every rank has its model.
         everyone = model.rank.group.tell_all("address", address)
         peers.meet([other for other in everyone if other != address])
+    release = ExitStack()
+    release.callback(importer.close)
+    release.callback(grammars.close)
     description = model.description(settings, address)
     counters: dict[str, object] = {
         "hocket": scheduler.counters,
@@ -210,6 +212,6 @@ def build_worker(
         "hocket_draft_controller": DraftCollector(drafts, pool.synthetic_acceptance),
     }
     parts: WorkerParts[ImportCommand | WakeUp, ImportMessage] = WorkerParts(
-        engine, description, counters, release=importer.close
+        engine, description, counters, release=release.close
     )
     return parts, importer

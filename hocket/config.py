@@ -18,6 +18,7 @@ from typing import Any
 
 from hocket.autoscaler_settings import AutoscalerSettings, check_pool
 from hocket.errors import ConfigError
+from hocket.grammar_settings import GrammarSettings
 from hocket.toml_tables import at_least, between, build, lay_over, one_of, wrong
 from hocket.transfer_settings import FaultSettings, TransferSettings, check_transfer
 from hocket.types import Role
@@ -257,6 +258,7 @@ class Config:
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    grammar: GrammarSettings = field(default_factory=GrammarSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
@@ -297,6 +299,7 @@ class WorkerSettings:
     model: ModelSettings
     pool: PrefillSettings | DecodeSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    grammar: GrammarSettings = field(default_factory=GrammarSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     faults: FaultSettings = field(default_factory=FaultSettings)
     host: str = "127.0.0.1"
@@ -322,6 +325,7 @@ def worker_settings(
         model=config.model,
         pool=pool,
         transfer=config.transfer,
+        grammar=config.grammar,
         telemetry=config.telemetry,
         faults=config.faults,
         host=config.cluster.host or "127.0.0.1",

@@ -22,7 +22,7 @@ class GrammarSettings:
     cache_bytes: compiled grammars that are kept for the next request that asks for the same.
     """
 
-    compile_timeout_s: float = at_least(0.01, 20.0)
+    compile_timeout_s: float = at_least(0.01, 30.0)
     compile_memory_bytes: int = at_least(64 << 20, 1 << 30)
     max_source_bytes: int = at_least(1, 128 << 10)
     max_waiting: int = at_least(1, 64)

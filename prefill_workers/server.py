@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import grpc
 
 from hocket.config import PrefillSettings, WorkerSettings
+from hocket.execution.grammar_setup import set_up_grammars
 from hocket.execution.model_setup import set_up_model
 from hocket.execution.transfer_setup import set_up_exporter
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process
@@ -124,16 +126,21 @@ def build_worker(
     policy = PrefillPolicy(pool.chunk_tokens, pool.max_batch, pool.max_waiting)
     scheduler = PrefillScheduler(model.limits, policy)
     prefixes = PrefixCache(cache.pool, model.fingerprint.weights, cache.layout.block_tokens)
+    grammars = set_up_grammars(settings, model)
     engine = PrefillEngine(
         scheduler,
         model.runner,
         exports,
         synchronize=model.synchronize,
         prefixes=prefixes if pool.prefix_cache else None,
+        grammars=grammars,
     )
+    release = ExitStack()
+    release.callback(exporter.close)
+    release.callback(grammars.close)
     description = model.description(settings, address)
     counters: dict[str, object] = {
         "hocket_prefill_hand_off": exports.counters,
         "hocket_prefix_cache": prefixes.entries.counters,
     }
-    return WorkerParts(engine, description, counters, release=exporter.close)
+    return WorkerParts(engine, description, counters, release=release.close)

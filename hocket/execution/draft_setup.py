@@ -16,7 +16,8 @@ def set_up_drafts(settings: WorkerSettings, model: ModelSetup) -> DraftControlle
     pool = settings.pool
     assert isinstance(pool, DecodeSettings), settings.role
     targets = tuple(SpeedTarget(int(most), speed) for most, speed in pool.interactivity.items())
-    policy = DraftPolicy(model.max_draft_tokens, pool.adaptive_drafts, targets)
+    min_passes = max(1, len(model.runner.model.mtp))
+    policy = DraftPolicy(model.max_draft_tokens, pool.adaptive_drafts, targets, min_passes)
     if model.rank is None and policy.adaptive and policy.max_drafts:
         costs = measure_step_costs(model.runner, pool.max_batch, policy.max_drafts, SystemClock())
     else:

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Protocol
 from hocket.clock import Clock, SystemClock
 from hocket.environment import num_cpus
 from hocket.errors import HocketError, InternalError, InvalidRequest, Overloaded, WorkerUnavailable
-from hocket.execution.grammar_library import GrammarLibrary
+from hocket.execution.grammar_library import GrammarLibrary, LibraryArguments
 from hocket.execution.grammar_trials import GrammarTrials, TrialFailed
 from hocket.execution.grammars import CompiledGrammar
 from hocket.grammar_settings import GrammarSettings
@@ -40,13 +40,15 @@ class Library(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar: ...
 
+    def load(self, grammar: Grammar, serialized: str) -> CompiledGrammar: ...
+
 
 class Trials(Protocol):
     """What is asked before; see `GrammarTrials`."""
 
     def start(self) -> None: ...
 
-    def check(self, grammar: Grammar, timeout_s: float) -> None: ...
+    def check(self, grammar: Grammar, timeout_s: float) -> str: ...
 
     def close(self) -> None: ...
 
@@ -64,21 +66,16 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        checkpoint_folder: str | Path,
-        vocab_size: int,
-        stop_token_ids: Iterable[int],
+        make_library: Callable[[], Library],
+        trials: Trials,
         settings: GrammarSettings,
-        *,
-        clock: Clock | None = None,
+        clock: Clock,
     ) -> None:
-        """`vocab_size` is the width of the model's logits, `stop_token_ids` its end tokens; without
-        any, the tokenizer's end token. Starts and imports nothing."""
-        num_threads = min(8, max(1, num_cpus() // 2))
-        arguments = checkpoint_folder, vocab_size, sorted(stop_token_ids), num_threads
+        """`make_library` is called once, with the first grammar; `trials` are closed with this."""
+        self._make_library = make_library
+        self._trials = trials
         self._settings = settings
-        self._clock = clock or SystemClock()
-        self._trials: Trials = GrammarTrials(arguments, settings.compile_memory_bytes)
-        self._make_library = lambda: GrammarLibrary(*arguments)
+        self._clock = clock
         self._library: Library | None = None
         self._library_lock = threading.Lock()
 
@@ -88,6 +85,22 @@ class GrammarCompiler:
         self._num_unfinished = 0
         self._num_lanes = 0
         self._is_closed = False
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        folder: str | Path,
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        settings: GrammarSettings,
+    ) -> GrammarCompiler:
+        """`vocab_size` is the width of the model's logits, `stop_token_ids` its end tokens; without
+        any, the tokenizer's end token. Starts, imports and reads nothing yet."""
+        arguments = LibraryArguments(
+            str(folder), vocab_size, tuple(stop_token_ids), min(8, max(1, num_cpus() // 2))
+        )
+        trials = GrammarTrials(arguments, settings.compile_memory_bytes)
+        return cls(lambda: GrammarLibrary(*arguments), trials, settings, SystemClock())
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """The grammar, compiled; the same future for all who ask for the same.
@@ -148,8 +161,9 @@ class GrammarCompiler:
         with self._library_lock:
             if self._library is None:
                 self._library = self._make_library()
-        self._trials.check(grammar, self._settings.compile_timeout_s)
-        return self._library.compile(grammar)
+        serialized = self._trials.check(grammar, self._settings.compile_timeout_s)
+        library = self._library
+        return library.load(grammar, serialized) if serialized else library.compile(grammar)
 
     def _finish(self, entry: _Entry, outcome: CompiledGrammar | HocketError) -> None:
         with self._lock:

@@ -23,6 +23,8 @@ class Compiles(Protocol):
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]: ...
 
+    def close(self) -> None: ...
+
 
 class GrammarRequests:
     """Requests with a grammar. Not thread-safe: the engine thread owns it."""
@@ -80,6 +82,11 @@ class GrammarRequests:
         future: Future[CompiledGrammar] = Future()
         future.set_exception(error)
         return future
+
+    def close(self) -> None:
+        """Ends what compiles; safe to call again."""
+        if self._compiler is not None:
+            self._compiler.close()
 
     @property
     def wait_s(self) -> float | None:

@@ -3,9 +3,9 @@
 A few bytes of schema can make xgrammar run for hours, fill the memory or overflow its stack, and a
 thread cannot be stopped. So every new grammar is first compiled, and some outputs are walked
 through, in a child of a helper process, within a time and a memory limit; only what passes is
-compiled again in the worker (which is faster than carrying the result over). The helper has
-xgrammar loaded and forks a child per trial. Over a socket pair of its own each child gets a
-grammar, answers "+" when it begins, then a JSON list: empty, or why the grammar is refused.
+compiled in the worker too, or carried over where that is faster. The helper has xgrammar loaded and
+forks a child per trial. Over a socket pair of its own each child gets a grammar, answers "+" when
+it begins, then a line, empty or why the grammar is refused, then the compiled grammar or nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from hocket.errors import InternalError, InvalidRequest
-from hocket.execution.grammar_library import GrammarLibrary, not_compiled
-from hocket.execution.grammars import GrammarState, allowed_tokens, empty_masks, refusal
+from hocket.execution.grammar_library import GrammarLibrary, LibraryArguments, not_compiled
+from hocket.execution.grammars import (
+    CompiledGrammar,
+    GrammarState,
+    allowed_tokens,
+    empty_masks,
+    refusal,
+)
 from hocket.request_params import Grammar, GrammarKind
 
 START_TIMEOUT_S = 120.0
 _NUM_WALKS, _WALK_TOKENS = 4, 32
+_CARRY_S = 1.0  # what took longer to compile is faster to carry over
 
 
 class TrialFailed(InvalidRequest):
@@ -38,9 +46,9 @@ class TrialFailed(InvalidRequest):
 class GrammarTrials:
     """The worker's end. `check` may be called from several threads."""
 
-    def __init__(self, library: tuple[str | Path, int, list[int], int], memory_bytes: int) -> None:
-        """`library`: what a `GrammarLibrary` is made of. Nothing is started yet."""
-        self._library = json.dumps(library, default=str)
+    def __init__(self, library: LibraryArguments, memory_bytes: int) -> None:
+        """`memory_bytes` that a trial may take on top of what the helper has. Starts nothing."""
+        self._library = json.dumps(library)
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._is_closed = False
@@ -62,8 +70,9 @@ class GrammarTrials:
                     start_new_session=True,  # Ctrl-C is the worker's affair
                 )
 
-    def check(self, grammar: Grammar, timeout_s: float) -> None:
-        """Returns when the grammar can be compiled and followed.
+    def check(self, grammar: Grammar, timeout_s: float) -> str:
+        """Returns when the grammar can be compiled and followed: for `GrammarLibrary.load`, or ""
+        where `compile` is faster.
 
         Raises InvalidRequest with the reason; TrialFailed when the time, the memory or the process
         came to an end; InternalError when no trial could be begun.
@@ -93,8 +102,10 @@ class GrammarTrials:
         if not answer:
             limit = f"one that compiles within {self._memory_bytes >> 20} MiB, and crashes nothing"
             raise TrialFailed(_field(grammar), grammar.source, limit)
-        for reason in json.loads(answer):
+        reason, _, serialized = answer.decode().partition("\n")
+        if reason:
             raise refusal(grammar, reason)
+        return serialized
 
     def close(self) -> None:
         """Ends the helper and all trials; `check` fails from then on. Safe to call again."""
@@ -117,8 +128,7 @@ def _field(grammar: Grammar) -> str:
 
 def main(arguments: str) -> None:
     """The helper process: stdin is the socket on which it gets a socket per trial."""
-    folder, vocab_size, stop_token_ids, num_threads = json.loads(arguments)
-    library = GrammarLibrary(folder, vocab_size, stop_token_ids, num_threads)
+    library = GrammarLibrary(*json.loads(arguments))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     control = socket.socket(fileno=os.dup(0))
     while True:
@@ -144,20 +154,24 @@ def _answer(worker: socket.socket, library: GrammarLibrary) -> None:
     log = os.memfd_create("log")
     os.dup2(log, 2)
     worker.sendall(b"+")
-    reasons: list[str] = []
     try:
-        _walk(library, grammar, log)
+        started = time.monotonic()
+        compiled = library.compile(grammar)
+        is_slow = time.monotonic() - started > _CARRY_S
+        # A warning says that something in the grammar is passed over.
+        if "Warning" in (said := os.pread(log, 4096, 0).decode(errors="replace")):
+            raise not_compiled(grammar, said.splitlines()[0])
+        _walk(compiled)
+        answer = "\n" + (compiled.handle.serialize_json() if is_slow else "")
     except InvalidRequest as error:
-        reasons.append(error.metadata["limit"])
-    worker.sendall(json.dumps(reasons).encode())
+        if "bad_alloc" in str(error):
+            return  # as when the memory limit ends the process
+        answer = " ".join(error.metadata["limit"].split()) + "\n"
+    worker.sendall(answer.encode(errors="replace"))
 
 
-def _walk(library: GrammarLibrary, grammar: Grammar, log: int) -> None:
-    """Compiles it, and follows some random outputs. Raises InvalidRequest."""
-    compiled = library.compile(grammar)
-    # A warning says that something in the grammar is passed over.
-    if "Warning" in (said := os.pread(log, 4096, 0).decode(errors="replace")):
-        raise not_compiled(grammar, said.splitlines()[0])
+def _walk(compiled: CompiledGrammar) -> None:
+    """Follows some random outputs. Raises InvalidRequest where that is not possible."""
     chance = random.Random(0)
     masks = empty_masks(1, compiled.vocab_size)
     for _ in range(_NUM_WALKS):

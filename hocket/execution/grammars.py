@@ -109,6 +109,7 @@ class GrammarState:
         one: then it was not sampled under it. Raises what `seek` raises.
         """
         if not self.seek(tokens):
+            self.fill(empty_masks(1, self.vocab_size))  # it may be that nothing could follow
             position = self._num_committed + len(self._ahead)
             raise InternalError(
                 f"Output token {position} is {tokens[len(self._ahead)]}, which its grammar does "
@@ -154,7 +155,7 @@ class GrammarState:
             limit = (
                 f"a grammar whose {num_tokens} first tokens are followed in "
                 f"{SPARE_CPU_S + TOKEN_CPU_S * num_tokens:g} s, not {self._cpu_s:.2g}; "
-                "a less ambiguous one may be"
+                "one with fewer ambiguities and repetition counts may be"
             )
             raise refusal(self._compiled.grammar, limit)
 
@@ -163,14 +164,19 @@ def apply_masks(state: GrammarState, logits_RV: Tensor, drafts: Seq[int], first:
     """Sets float32 logits of forbidden tokens to -inf, in place: row i follows the committed tokens
     and the first `first + i` of `drafts`.
 
-    Rows behind a draft that the grammar refuses are left as they are. Raises InvalidRequest, see
-    `GrammarState.fill`.
+    Rows behind a draft that the grammar refuses, or that nothing can follow, are left as they are:
+    such a draft may well be wrong. Raises InvalidRequest, see `GrammarState.fill`.
     """
     assert logits_RV.shape[1] == state.vocab_size, (logits_RV.shape, state.vocab_size)
     masks_RW = empty_masks(logits_RV.shape[0], state.vocab_size)
     num_rows = 0
     while num_rows < logits_RV.shape[0] and state.seek(drafts[: first + num_rows]):
-        state.fill(masks_RW, num_rows)
+        try:
+            state.fill(masks_RW, num_rows)
+        except InvalidRequest:
+            if first + num_rows == 0:
+                raise
+            break
         num_rows += 1
     if num_rows > 0:
         mask_logits(logits_RV[:num_rows], masks_RW[:num_rows])

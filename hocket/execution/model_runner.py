@@ -324,7 +324,7 @@ class ModelRunner:
         """Make the MTP entries of the slots behind the chunks' rows whose tokens are known."""
         num_modules = self.model.config.num_mtp_layers
         for module in range(num_modules):
-            rows = [one for one in rows if one.has_new_slots and one.tokens(module)]
+            rows = [one for one in rows if one.has_new_slots and one.has_tokens(module)]
             if rows:
                 run_module(module, rows, self._passes, self.cache, module == num_modules - 1)
 

@@ -45,9 +45,13 @@ class HiddenRows:
         """Whether there is anything to make, drafts not counted."""
         return self.first_slot <= min(self.last_slot, self.sequence.num_tokens - 1)
 
+    def has_tokens(self, module: int) -> bool:
+        """Whether the rows meet any in a module: not where there are fewer than it looks ahead."""
+        last_slot = min(self.last_slot, self.sequence.num_tokens - 1) + len(self.drafts)
+        return self.first_row + module + 1 <= last_slot
+
     def tokens(self, module: int) -> list[int]:
-        """Those that the rows meet in a module, numbered from 0: none where the sequence is shorter
-        than the module looks ahead."""
+        """Those that the rows meet in a module, numbered from 0."""
         slot, end = self.first_row + module + 1, self.last_slot + 1
         return [*self.sequence.token_ids[slot:end], *self.drafts[max(0, slot - end) :]]
 

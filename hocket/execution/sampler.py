@@ -21,12 +21,21 @@ from torch import Tensor
 
 from hocket.execution.beyond_heads import OpenDraws
 from hocket.execution.noise import LARGEST_NOISE, gumbel_noise, keys_tensor, position_key
-from hocket.execution.token_filters import Draws, LogitPyramid, kept_by_filters, rows_of
+from hocket.execution.token_filters import (
+    SMALL_VOCABULARY,
+    Draws,
+    LogitPyramid,
+    kept_by_filters,
+    rows_of,
+)
 from hocket.request_params import SamplingParams
 from hocket.types import TokenLogprobs
 
-HEAD_WIDTHS = (32, 64, 256, 1024)  # the least that holds a row's top-k; beyond, the row is sorted
-SMALL_VOCABULARY = 8192  # noise for every token costs less than finding out who needs it
+# Tokens sorted at first: the least that holds a row's top-k; beyond, the row is sorted.
+HEAD_WIDTHS = (32, 64, 256, 1024)
+# Where looking at more costs less than finding out who needs it: small vocabularies, and GPUs, for
+# which a host would have to wait.
+LEAST_DIRECT_WIDTH = 256
 
 _Choose = Callable[[LogitPyramid, Tensor, Sequence[SamplingParams], Sequence[int]], Tensor]
 
@@ -38,10 +47,12 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._token_ids_1V = torch.arange(vocab_size, device=device)[None]
-        # A GPU computes all the noise sooner than the host learns which of it is needed.
         self._is_direct = device.type != "cpu" or vocab_size <= SMALL_VOCABULARY
+        least_width = LEAST_DIRECT_WIDTH if self._is_direct else 0
         self._by_head_width = {
-            width: partial(self._choose_among_heads, width) for width in (*HEAD_WIDTHS, vocab_size)
+            width: partial(self._choose_among_heads, width)
+            for width in (*HEAD_WIDTHS, vocab_size)
+            if width >= least_width or width == vocab_size
         }
 
     def sample(
@@ -63,6 +74,27 @@ class Sampler:
                 pyramid, rows_R, [params[row] for row in rows], [positions[row] for row in rows]
             )
         return tokens_N
+
+    def probabilities(self, logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        """What `sample` draws from, temperature and filters applied, float64 [N, V].
+
+        No temperature may be 0.
+        """
+        pyramid = LogitPyramid(logits_NV)
+        rows_N = torch.arange(len(params), device=logits_NV.device)
+        draws = self._draws(pyramid, rows_N, params, keys_R=torch.zeros_like(rows_N))
+        weights_NV = draws.tempered(logits_NV).double().exp_()
+        if any(self._is_filtered(row) for row in params):
+            least_width = max(self._top_k(row) for row in params)
+            for width in (max(HEAD_WIDTHS[-1], least_width), self.vocab_size):
+                ids_NC, values_NC = pyramid.heads(rows_N, draws.max_R, draws.temperature_R, width)
+                keep_NC, is_all_N = kept_by_filters(values_NC, draws, self.vocab_size)
+                if bool(is_all_N.all()):
+                    break
+            kept_NV = torch.zeros_like(pyramid.padded, dtype=torch.bool)
+            kept_NV.scatter_(1, ids_NC, keep_NC)
+            weights_NV *= kept_NV[:, : self.vocab_size]
+        return weights_NV / weights_NV.sum(dim=-1, keepdim=True)
 
     def logprobs(
         self, logits_NV: Tensor, token_ids_N: Tensor, num_top: Sequence[int]
@@ -90,12 +122,19 @@ class Sampler:
             )
         ]
 
+    def _top_k(self, params: SamplingParams) -> int:
+        """0 where it keeps all."""
+        return params.top_k if params.top_k < self.vocab_size else 0
+
+    def _is_filtered(self, params: SamplingParams) -> bool:
+        return self._top_k(params) > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
     def _way_to_choose(self, params: SamplingParams) -> _Choose:
         if params.is_greedy:
-            return _choose_likeliest_directly if self._is_direct else _choose_likeliest
-        top_k = params.top_k if params.top_k < self.vocab_size else 0
-        if self._is_direct and not top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
+            return _choose_likeliest
+        if self._is_direct and not self._is_filtered(params):
             return self._choose_with_all_noise
+        top_k = self._top_k(params)
         return next(choose for width, choose in self._by_head_width.items() if top_k <= width)
 
     def _choose_with_all_noise(
@@ -143,13 +182,11 @@ class Sampler:
         params: Sequence[SamplingParams],
         keys_R: Tensor,
     ) -> Draws:
-        max_R = rows_of(pyramid.coarse, rows_R).amax(dim=-1)
+        max_R = rows_of(pyramid.largest, rows_R)
         temperature_R = _column([row.temperature for row in params], torch.float32, rows_R)
-        top_k = [min(row.top_k or self.vocab_size, self.vocab_size) for row in params]
+        top_k = [self._top_k(row) or self.vocab_size for row in params]
         total_R = torch.full_like(max_R, torch.nan, dtype=torch.float64)
-        measured = [
-            i for i, row in enumerate(params) if row.top_p < 1.0 and top_k[i] == self.vocab_size
-        ]
+        measured = [i for i, row in enumerate(params) if row.top_p < 1.0 and not self._top_k(row)]
         if measured:
             at_R = torch.tensor(measured, device=rows_R.device)
             total_R[at_R] = pyramid.totals(rows_R[at_R], max_R[at_R], temperature_R[at_R])
@@ -179,15 +216,6 @@ def _choose_likeliest(
     positions: Sequence[int],
 ) -> Tensor:
     return pyramid.argmax(rows_R)
-
-
-def _choose_likeliest_directly(
-    pyramid: LogitPyramid,
-    rows_R: Tensor,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-) -> Tensor:
-    return rows_of(pyramid.logits_NV, rows_R).argmax(dim=-1)  # the first, as torch documents
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, beside: Tensor) -> Tensor:

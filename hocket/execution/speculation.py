@@ -105,11 +105,11 @@ class MTPDraftSource:
         rows = self._rows(sequences, num_drafts, drafts)
         before = [(one.sequence, one.hidden_RH) for one in rows]
         num_passes = len(self.pass_rows(sequences, num_drafts))
-        last_module = min(self._num_modules, num_passes) - 1
+        last_module = self._num_modules - 1
         drafting, hidden_SH = rows, torch.empty(0)
         for depth in range(num_passes):
             if depth <= last_module:
-                rows = drafting = [one for one in rows if one.tokens(depth)]
+                rows = drafting = [one for one in rows if one.has_tokens(depth)]
                 if rows:
                     is_last = depth == last_module
                     hidden_SH = run_module(depth, rows, self._passes, self._cache, is_last)
@@ -158,7 +158,8 @@ class MTPDraftSource:
         refuse_nan(hidden_SH, [1] * len(drafting), sequences, self._cache)
         logits_SV = self._model.mtp_logits(hidden_SH, module)
         for i, one in enumerate(drafting):
-            one.sequence.constrain(logits_SV[i : i + 1], one.drafts, first=len(one.drafts))
+            if one.sequence.is_constrained:
+                one.sequence.constrain(logits_SV[i : i + 1], one.drafts, first=len(one.drafts))
         params = [sequence.sampling for sequence in sequences]
         positions = [one.sequence.num_tokens + len(one.drafts) for one in drafting]
         tokens_S = self._sampler.sample(logits_SV, params, positions)

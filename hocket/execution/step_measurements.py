@@ -11,7 +11,7 @@ import logging
 import torch
 
 from hocket.clock import Clock
-from hocket.execution.model_runner import ModelRunner
+from hocket.execution.model_runner import ModelRunner, StepTimes
 from hocket.execution.sequence import Sequence
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.step_costs import Point, StepCosts
@@ -40,14 +40,14 @@ def measure_step_costs(
             break
         timings = [_time_step(runner, size, drafts) for _ in range(_REPEATS)]
         if drafts == 1:
-            draft.append((size, min(draft_s for draft_s, _ in timings)))
-        verify.append((size * (1 + drafts), min(verify_s for _, verify_s in timings)))
+            rows = timings[0].draft_rows
+            draft.append((rows[0], min(times.draft_s for times in timings) / len(rows)))
+        verify.append((size * (1 + drafts), min(times.verify_s for times in timings)))
     _logger.info("step costs measured", extra={"draft_s": draft, "verify_s": verify})
     return StepCosts.from_points(draft, verify)
 
 
-def _time_step(runner: ModelRunner, size: int, num_drafts: int) -> tuple[float, float]:
-    """Seconds of drafting and of verifying."""
+def _time_step(runner: ModelRunner, size: int, num_drafts: int) -> StepTimes:
     blocks = runner.cache.pool.allocate(size)
     try:
         sequences = [_sequence(runner, index, block) for index, block in enumerate(blocks)]
@@ -56,7 +56,7 @@ def _time_step(runner: ModelRunner, size: int, num_drafts: int) -> tuple[float, 
         runner.cache.pool.free(blocks)
     times = runner.last_step
     assert times is not None, "a step that worked"
-    return times.draft_s, times.verify_s
+    return times
 
 
 def _sequence(runner: ModelRunner, index: int, block: int) -> Sequence:
@@ -64,7 +64,8 @@ def _sequence(runner: ModelRunner, index: int, block: int) -> Sequence:
     config, device = runner.model.config, runner.cache.device
     tokens = [(index * 7919 + i * 104729) % config.vocab_size for i in range(_CONTEXT_TOKENS)]
     noise = torch.Generator().manual_seed(index)
-    hidden_1H = torch.randn(1, config.hidden_size, generator=noise)
+    num_rows = max(1, config.num_mtp_layers)
+    hidden_RH = torch.randn(num_rows, config.hidden_size, generator=noise)
     return Sequence(
         key=RequestKey(f"measured-{index}"),
         token_ids=tokens,
@@ -73,5 +74,6 @@ def _sequence(runner: ModelRunner, index: int, block: int) -> Sequence:
         stopping=StoppingParams(_CONTEXT_TOKENS),
         block_table=[block],
         num_computed=_CONTEXT_TOKENS - 1,
-        pending_hidden=hidden_1H.to(device=device, dtype=runner.model.dtype),
+        pending_hidden=hidden_RH.to(device=device, dtype=runner.model.dtype),
+        num_context=num_rows - 1,
     )

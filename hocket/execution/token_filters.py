@@ -18,10 +18,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+SMALL_VOCABULARY = 8192  # looked at as a whole
 _FINE_BITS = 5
 FINE_SPAN = 1 << _FINE_BITS
 COARSE_SPAN = 128
-_ROWS_TOGETHER = 4  # on a CPU: a few MiB, which stay in its caches
+_ROWS_TOGETHER = 2  # on a CPU: a MiB, which stays in its caches
 _LARGEST_ID = 0xFFFFFFFF
 
 
@@ -77,6 +78,7 @@ class LogitPyramid:
     def __init__(self, logits_NV: Tensor) -> None:
         self.logits_NV = logits_NV
         self.vocab_size = logits_NV.shape[1]
+        self._is_flat = self.vocab_size <= SMALL_VOCABULARY
 
     @cached_property
     def padded(self) -> Tensor:
@@ -88,19 +90,26 @@ class LogitPyramid:
 
     @cached_property
     def fine(self) -> Tensor:
-        """[N, S]"""
+        """The largest of each span of 32, [N, S]."""
         return self.padded.unflatten(1, (-1, FINE_SPAN)).amax(dim=-1)
 
     @cached_property
     def coarse(self) -> Tensor:
-        """[N, S / 4]"""
+        """The largest of each span of 128, [N, S / 4]."""
         return self.fine.unflatten(1, (-1, COARSE_SPAN // FINE_SPAN)).amax(dim=-1)
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The largest of each row, [N]."""
+        return (self.logits_NV if self._is_flat else self.coarse).amax(dim=-1)
 
     def argmax(self, rows_R: Tensor) -> Tensor:
         """The likeliest token of each row, int64 [R]; the first of equals, as torch documents."""
+        if self._is_flat:
+            return rows_of(self.logits_NV, rows_R).argmax(dim=-1)
         spans_R = rows_of(self.coarse, rows_R).argmax(dim=-1)
-        size = COARSE_SPAN
-        return spans_R * size + self.padded.unflatten(1, (-1, size))[rows_R, spans_R].argmax(dim=-1)
+        logits_RX = self.padded.unflatten(1, (-1, COARSE_SPAN))[rows_R, spans_R]
+        return spans_R * COARSE_SPAN + logits_RX.argmax(dim=-1)
 
     def heads(
         self, rows_R: Tensor, shift_R: Tensor, scale_R: Tensor, width: int
@@ -110,21 +119,22 @@ class LogitPyramid:
 
         A row that is shorter comes whole, with ids from `vocab_size` on, -inf, as last.
         """
-        ids_RC = torch.arange(self.coarse.shape[1], device=rows_R.device)[None]
-        values_RC = rows_of(self.coarse, rows_R)
-        for finer_NS, size in (
-            (self.fine, COARSE_SPAN // FINE_SPAN),
-            (self.padded, FINE_SPAN),
-            (None, 0),
-        ):
-            values_RC = (values_RC - shift_R[:, None]).div_(scale_R[:, None])
-            ids_RC, values_RC = _sorted_heads(ids_RC, values_RC, width)
-            if finer_NS is not None:
-                source_RC = rows_R[:, None] * (finer_NS.shape[1] // size) + ids_RC
-                values_RC = finer_NS.view(-1, size).index_select(0, source_RC.flatten())
-                values_RC = values_RC.view(len(rows_R), -1)
-                within_X = torch.arange(size, device=rows_R.device)
-                ids_RC = (ids_RC[:, :, None] * size + within_X).flatten(1)
+
+        def first(ids_RC: Tensor, logits_RC: Tensor) -> tuple[Tensor, Tensor]:
+            values_RC = (logits_RC - shift_R[:, None]).div_(scale_R[:, None])
+            return _sorted_heads(ids_RC, values_RC, width)
+
+        levels = (self.padded,) if self._is_flat else (self.coarse, self.fine, self.padded)
+        num_spans = levels[0].shape[1]
+        spans_1S = torch.arange(num_spans, device=rows_R.device)[None]
+        ids_RC, values_RC = first(spans_1S, rows_of(levels[0], rows_R))
+        for finer_NS in levels[1:]:
+            size = finer_NS.shape[1] // num_spans
+            source_RC = rows_R[:, None] * num_spans + ids_RC
+            logits_RC = finer_NS.view(-1, size).index_select(0, source_RC.flatten())
+            ids_RCX = ids_RC[:, :, None] * size + torch.arange(size, device=rows_R.device)
+            ids_RC, values_RC = first(ids_RCX.flatten(1), logits_RC.view(len(rows_R), -1))
+            num_spans = finer_NS.shape[1]
         return ids_RC, values_RC
 
     def totals(self, rows_R: Tensor, max_R: Tensor, temperature_R: Tensor) -> Tensor:
@@ -133,10 +143,10 @@ class LogitPyramid:
         together = _ROWS_TOGETHER if rows_R.device.type == "cpu" else len(rows_R)
         parts: list[Tensor] = []
         for logits, maximum, temperature in zip(*(c.split(together) for c in columns), strict=True):
-            weights = (logits - maximum).div_(temperature).exp_()
-            sums = weights.unflatten(1, (-1, COARSE_SPAN)).sum(dim=-1).double()
-            parts.append(sums.cumsum(dim=-1)[:, -1])  # adds in one order, whatever the batch
-        return torch.cat(parts)
+            # Where it underflows, exp takes a thousand times as long on a CPU.
+            values = (logits - maximum).div_(temperature).clamp_(min=-87.0)
+            parts.append(values.exp_().unflatten(1, (-1, COARSE_SPAN)).sum(dim=-1))
+        return torch.cat(parts).double().cumsum(dim=-1)[:, -1]  # of one order, whatever the batch
 
     def at_least(self, draws: Draws, logits_R: Tensor) -> TokenList:
         """All tokens of each draw's row whose logit is at least the draw's in `logits_R`."""

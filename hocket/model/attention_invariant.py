@@ -30,9 +30,13 @@ from hocket.model.step_inputs import StepInputs
 
 MAX_SHORT_QUERIES = 8
 """A sequence with more queries is cut at the ends of its blocks, into units of their own size."""
-GROUP_BYTES = 2**20
-"""Of a group's entries in fp32, so that what is gathered and what is made of it stay in a core's
-cache; a unit with more is a group of its own."""
+GROUP_BYTES = 2**22
+"""Of a group's entries in fp32, about what a core's cache holds; a unit with more is a group of its
+own."""
+HIDDEN_SCORE = -1e30
+LEAST_SCORE = -80.0
+"""Below the greatest one, where a weight is 2e-35: `exp` is many times slower where it underflows,
+and so are products with what comes of it."""
 _ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512)
 _MAX_LEAST_ROWS = 16
 
@@ -45,8 +49,9 @@ def least_rows(width: int, size: int) -> int | None:
     Kernels for very few rows add in another order. Nobody promises that the others agree, so this
     tries them: one unit and several, one block and several.
     """
-    rows_RW = torch.randn(_ROW_COUNTS[-1], width, generator=torch.Generator().manual_seed(1))
-    entries_MW = torch.randn(5 * size, width, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(1)
+    rows_RW = torch.randn(_ROW_COUNTS[-1], width, generator=generator)
+    entries_MW = torch.randn(5 * size, width, generator=generator)
     bias_M = torch.zeros(5 * size)
 
     def products(num_rows: int, num_units: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
@@ -54,8 +59,8 @@ def least_rows(width: int, size: int) -> int | None:
         query_URW = rows_RW[:num_rows].repeat(num_units, 1, 1)
         context_UMW = entries_MW[:num_slots].repeat(num_units, 1, 1)
         bias_U1M = bias_M[:num_slots].expand(num_units, 1, -1)
-        scores_URM = _scores(query_URW, context_UMW, bias_U1M, 0.1)
-        _, latent_URL = _sum_blocks(scores_URM[..., :size], context_UMW[:, :size], size)
+        scores_URM = _scores(query_URW, context_UMW, bias_U1M)
+        latent_URL = torch.bmm(scores_URM[..., :size], context_UMW[:, :size])
         return scores_URM[-1, :, :size], latent_URL[-1]
 
     def agrees(num_rows: int) -> bool:
@@ -72,23 +77,62 @@ def least_rows(width: int, size: int) -> int | None:
     return least if least <= _MAX_LEAST_ROWS else None
 
 
+@cache
+def blocks_per_sum(width: int, size: int) -> int:
+    """Over how many blocks one product may add weighted entries: from `least_rows` on a row's bits
+    must be its own, and fewer blocks must be the same as zero weights for the others. Tried."""
+    least = least_rows(width, size)
+    if least is None:
+        return 1
+    generator = torch.Generator().manual_seed(3)
+    weights_RM = torch.rand(_ROW_COUNTS[-1], 4 * size, generator=generator)
+    entries_MW = torch.randn(4 * size, width, generator=generator)
+
+    def agrees(num_blocks: int, num_seen: int) -> bool:
+        padded_RM = weights_RM[:, : num_blocks * size].clone()
+        padded_RM[:, num_seen * size :] = 0.0
+        expected_RW = torch.bmm(padded_RM[None], entries_MW[None, : num_blocks * size])[0]
+        seen_MW = entries_MW[: num_seen * size]
+        return all(
+            torch.equal(
+                torch.bmm(
+                    weights_RM[:num_rows, : num_seen * size].repeat(num_units, 1, 1),
+                    seen_MW.repeat(num_units, 1, 1),
+                )[-1],
+                expected_RW[:num_rows],
+            )
+            for num_units in (1, 3)
+            for num_rows in _ROW_COUNTS
+            if num_rows >= least
+        )
+
+    for num_blocks in (4, 2):
+        if all(agrees(num_blocks, num_seen) for num_seen in range(1, num_blocks + 1)):
+            return num_blocks
+    return 1
+
+
 def _scores(
-    query_URW: torch.Tensor, context_UMW: torch.Tensor, bias_URM: torch.Tensor, scale: float
+    query_URW: torch.Tensor, context_UMW: torch.Tensor, bias_URM: torch.Tensor
 ) -> torch.Tensor:
-    return torch.baddbmm(bias_URM, query_URW, context_UMW.transpose(1, 2), alpha=scale)
+    return torch.baddbmm(bias_URM, query_URW, context_UMW.transpose(1, 2))
 
 
 def _sum_blocks(
-    weights_URM: torch.Tensor, values_UML: torch.Tensor, size: int
+    weights_URM: torch.Tensor, values_UML: torch.Tensor, size: int, num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of weights [U, R, 1] and weighted values [U, R, L], added in block order."""
+    """Sums of weights [U, R, 1] and weighted values [U, R, L], added in block order; a product goes
+    over `num_blocks` blocks."""
     num_slots = weights_URM.shape[-1]
     if num_slots == size:
         return weights_URM.sum(-1, keepdim=True), torch.bmm(weights_URM, values_UML)
     totals = weights_URM.unflatten(-1, (-1, size)).sum(-1).cumsum(-1)[..., -1:]
-    latent_URL = torch.bmm(weights_URM[..., :size], values_UML[:, :size])
-    for start in range(size, num_slots, size):
-        end = start + size
+    step = num_blocks * size
+    if num_slots <= step:
+        return totals, torch.bmm(weights_URM, values_UML)
+    latent_URL = torch.bmm(weights_URM[..., :step], values_UML[:, :step])
+    for start in range(step, num_slots, step):
+        end = start + step
         latent_URL.baddbmm_(weights_URM[..., start:end], values_UML[:, start:end])
     return totals, latent_URL
 
@@ -102,11 +146,13 @@ class UnitGroup:
     blocks: torch.Tensor
     """[U * blocks] physical blocks."""
     bias_UQ1M: torch.Tensor
-    """0 where a query may attend, -inf elsewhere."""
+    """0 where a query may attend, `HIDDEN_SCORE` elsewhere."""
+    seen_UQ1M: torch.Tensor
+    """1 where a query may attend, 0 elsewhere."""
     least_rows: int | None
 
     def attend(
-        self, query_THW: torch.Tensor, entries_BNW: torch.Tensor, latent_width: int, scale: float
+        self, query_THW: torch.Tensor, entries_BNW: torch.Tensor, latent_width: int
     ) -> torch.Tensor:
         """Weighted latents of this group's queries, fp32 [U * Q, H, L]."""
         num_units, num_queries, _, num_slots = self.bias_UQ1M.shape
@@ -122,15 +168,22 @@ class UnitGroup:
         num_rows, size = num_queries * num_heads, context_BNW.shape[1]
         if self.least_rows is None:
             parts = zip(context_UMW.split(size, 1), bias_URM.split(size, -1), strict=True)
-            scores_URM = torch.cat([_scores(query_URW, c, bias, scale) for c, bias in parts], -1)
+            scores_URM = torch.cat([_scores(query_URW, c, bias) for c, bias in parts], -1)
         else:
             missing = (0, 0, 0, max(0, self.least_rows - num_rows))
             if missing[-1]:
                 query_URW = F.pad(query_URW, missing)
                 bias_URM = bias_URM if num_queries == 1 else F.pad(bias_URM, missing)
-            scores_URM = _scores(query_URW, context_UMW, bias_URM, scale)
-        weights_URM = scores_URM.sub_(scores_URM.amax(-1, keepdim=True)).exp_()
-        totals, latent_URL = _sum_blocks(weights_URM, context_UMW[..., :latent_width], size)
+            scores_URM = _scores(query_URW, context_UMW, bias_URM)
+        scores_URM.sub_(scores_URM.amax(-1, keepdim=True)).clamp_(min=LEAST_SCORE)
+        weights_URM = scores_URM.exp_()
+        if num_queries == 1:
+            weights_URM.mul_(self.seen_UQ1M[:, 0])
+        else:
+            weights_URM[:, :num_rows].unflatten(1, (num_queries, -1)).mul_(self.seen_UQ1M)
+        num_blocks = blocks_per_sum(width, size)
+        values_UML = context_UMW[..., :latent_width]
+        totals, latent_URL = _sum_blocks(weights_URM, values_UML, size, num_blocks)
         latent_URL = latent_URL.div_(totals)[:, :num_rows]
         return latent_URL.reshape(-1, num_heads, latent_width)
 
@@ -146,7 +199,8 @@ class InvariantBatch:
     def attend(
         self, query_THW: torch.Tensor, entries_BNW: torch.Tensor, latent_width: int, scale: float
     ) -> torch.Tensor:
-        parts = [g.attend(query_THW, entries_BNW, latent_width, scale) for g in self.groups]
+        query_THW = query_THW * scale
+        parts = [group.attend(query_THW, entries_BNW, latent_width) for group in self.groups]
         out_THL = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.order is not None:
             out_THL = out_THL.index_select(0, self.order)
@@ -254,14 +308,15 @@ def _group(
     query_rows = None if is_whole else torch.tensor(rows, device=device)
     last = inputs.positions if query_rows is None else inputs.positions[query_rows]
     slots_M = torch.arange(num_blocks * size, device=device)
-    hidden_UQ1M = slots_M > last.view(len(units), num_queries, 1, 1)
+    seen_UQ1M = slots_M <= last.view(len(units), num_queries, 1, 1)
     if first_slot:
-        hidden_UQ1M |= slots_M < first_slot
-    bias_UQ1M = torch.zeros(hidden_UQ1M.shape, device=device)
+        seen_UQ1M &= slots_M >= first_slot
+    seen_UQ1M = seen_UQ1M.float()
     group = UnitGroup(
         query_rows=query_rows,
         blocks=torch.tensor(blocks, device=device),
-        bias_UQ1M=bias_UQ1M.masked_fill_(hidden_UQ1M, float("-inf")),
+        bias_UQ1M=seen_UQ1M.sub(1.0).mul_(-HIDDEN_SCORE),
+        seen_UQ1M=seen_UQ1M,
         least_rows=least,
     )
     return group, rows

@@ -84,20 +84,9 @@ class Experts:
             return hidden
         experts = [self._experts[expert] for expert, _, _ in rows.segments]
         sizes = [stop - start for _, start, stop in rows.segments]
-        gated = numerics.gated(
-            torch.cat(
-                [
-                    numerics.linear(part, expert.gate_up)
-                    for part, expert in zip(hidden.split(sizes), experts, strict=True)
-                ]
-            )
-        )
-        return torch.cat(
-            [
-                numerics.linear(part, expert.down)
-                for part, expert in zip(gated.split(sizes), experts, strict=True)
-            ]
-        )
+        gate_up = numerics.linear_each(hidden, sizes, [expert.gate_up for expert in experts])
+        downs = [expert.down for expert in experts]
+        return numerics.linear_each(numerics.gated(gate_up), sizes, downs)
 
 
 class ExpertTables:

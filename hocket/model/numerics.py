@@ -4,8 +4,9 @@
 rows it is computed with, so that a token's result is bit-equal whatever its company:
 - matrix products take kernels that were seen to do so (`row_products`); where there are none, they
   run in tiles of `ROW_TILE` rows, so that there is only one shape;
-- sigmoids are built from `exp`, negation, addition and division: PyTorch's own sigmoid and silu
-  treat the last few elements of a buffer with another instruction than the rest.
+- PyTorch's own sigmoid and silu treat the last few elements of a buffer, or of a thread's part of
+  it, with another instruction than the rest: silu is called so that there are none, sigmoids are
+  built from `exp`, negation, addition and division.
 The model is written once against `Numerics`; `attention` has one kernel for each flavour.
 
 Shape letters: T rows, K inputs, N outputs, H heads, D and E a head's inputs and outputs, I width,
@@ -15,6 +16,7 @@ V vocabulary.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,11 +30,16 @@ from hocket.model.row_products import (
     agreement_of_heads,
     as_multiplied,
     can_share_rows,
+    multiply_each,
     share_rows,
 )
 from hocket.model.row_tables import START_BYTES, RowTable, can_tabulate
 
 ROW_TILE = 8
+SILU_ELEMENTS = 64
+"""Silu of so many elements, or a multiple, needs no other instruction for the last ones."""
+SILU_CALL_ELEMENTS = 2**15
+"""PyTorch does not share a call of so many elements among threads."""
 MAX_HEAD_ROWS = 2
 """Up to this many rows tables are faster for the heads' products than a batched product."""
 
@@ -98,6 +105,12 @@ class Numerics(Protocol):
         """x @ weight.T, [T, N]. The weight may have been through `pack`."""
         ...
 
+    def linear_each(
+        self, x_RK: torch.Tensor, sizes: Sequence[int], weights: Sequence[Weight]
+    ) -> torch.Tensor:
+        """`linear` of runs of so many rows, each with its own weight, [R, N]."""
+        ...
+
     def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
         """Each head's own product, [T, H, E], in the dtype of `x_THD` or the weights'."""
         ...
@@ -152,6 +165,12 @@ class FastNumerics:
         if weight_NK.table is not None and x_TK.shape[0] <= weight_NK.max_table_rows:
             return weight_NK.table.linear(x_TK)
         return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK.packed, None, "none", [], "")
+
+    def linear_each(
+        self, x_RK: torch.Tensor, sizes: Sequence[int], weights: Sequence[Weight]
+    ) -> torch.Tensor:
+        parts = zip(x_RK.split(list(sizes)), weights, strict=True)
+        return torch.cat([self.linear(part, weight) for part, weight in parts])
 
     def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
         if weights.table is not None and x_THD.shape[0] <= MAX_HEAD_ROWS:
@@ -215,6 +234,15 @@ class InvariantNumerics:
             return torch.bmm(tiles, weights).flatten(0, 1)[:num_rows]
         return torch.cat([F.linear(tile, weight_NK) for tile in tiles])[:num_rows]
 
+    def linear_each(
+        self, x_RK: torch.Tensor, sizes: Sequence[int], weights: Sequence[Weight]
+    ) -> torch.Tensor:
+        shared = [weight for weight in weights if isinstance(weight, SharedRows)]
+        if len(shared) == len(weights):
+            return multiply_each(x_RK, sizes, shared)
+        parts = zip(x_RK.split(list(sizes)), weights, strict=True)
+        return torch.cat([self.linear(part, weight) for part, weight in parts])
+
     def per_head(self, x_THD: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
         num_rows = x_THD.shape[0]
         x_THD = x_THD.float()
@@ -232,8 +260,15 @@ class InvariantNumerics:
 
     def gated(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
-        inverse_TI = gate_TI.neg().float().exp_().add_(1.0)
-        return torch.div(gate_TI, inverse_TI).mul_(up_TI).to(gate_up_T2I.dtype)
+        width = gate_TI.shape[1]
+        if width % SILU_ELEMENTS:
+            inverse_TI = gate_TI.neg().float().exp_().add_(1.0)
+            return torch.div(gate_TI, inverse_TI).mul_(up_TI).to(gate_up_T2I.dtype)
+        # Every row begins and ends where PyTorch's own does, and no call is shared by threads.
+        if gate_TI.numel() <= SILU_CALL_ELEMENTS:
+            return F.silu(gate_TI).mul_(up_TI)
+        rows = max(1, SILU_CALL_ELEMENTS // width)
+        return torch.cat([F.silu(part_RI) for part_RI in gate_TI.split(rows)]).mul_(up_TI)
 
 
 def numerics_for(batch_invariant: bool, dtype: torch.dtype, device: torch.device) -> Numerics:

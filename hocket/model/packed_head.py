@@ -33,7 +33,7 @@ class PackedHead:
 
     def __call__(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits, fp32 [N, V]."""
-        hidden_NH = hidden_NH.float().mul_(1.0 / self._scale)
+        hidden_NH = hidden_NH.float() * (1.0 / self._scale)
         return torch.ops.quantized.linear_dynamic_fp16(hidden_NH, self._packed)
 
 

@@ -13,11 +13,13 @@ Shape letters: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from hocket.model.packed_head import PackedHead, as_packed, can_pack_head
 from hocket.model.row_tables import RowTable, can_tabulate
@@ -25,8 +27,8 @@ from hocket.model.row_tables import RowTable, can_tabulate
 MAX_PROBED_OUTPUTS = 2048
 """More outputs are more of the same."""
 MAX_LEAST_ROWS = 16
-"""More rows than these are not filled up with zeros."""
-_ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 33, 64)
+"""Kernels for fewer rows add in another order; up to this many are filled up with zeros."""
+_ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 33, 64, 200)
 _HEAD_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512)
 
 
@@ -37,13 +39,41 @@ class RowProduct(Protocol):
 
 
 class HalfProduct:
-    """By FBGEMM, of a bf16 matrix: fp32 sums, rounded once."""
+    """By FBGEMM, of a bf16 matrix: fp32 sums, rounded once, and as `RowTable`'s sums are: a value
+    half way between two goes away from zero. A last bit that is set makes it more than half."""
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
         self._packed = PackedHead(weight_NK)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._packed(x_TK).to(x_TK.dtype)
+        return self.rounded(self._packed(x_TK))
+
+    @staticmethod
+    def rounded(sums_TN: torch.Tensor) -> torch.Tensor:
+        """The sums in bf16; they are spent."""
+        sums_TN.view(torch.int32).bitwise_or_(1)
+        return sums_TN.to(torch.bfloat16)
+
+    @staticmethod
+    def each(parts: Sequence[torch.Tensor], products: Sequence[HalfProduct]) -> torch.Tensor:
+        """Every part, fp32, by its own matrix, one behind the other."""
+        sums = [product._packed(part) for part, product in zip(parts, products, strict=True)]
+        return HalfProduct.rounded(torch.cat(sums))
+
+
+class SmallProduct:
+    """By MKL's batched product, of an fp32 matrix that is small: it starts fastest."""
+
+    MAX_ELEMENTS = 2**16
+
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        self._weight_1KN = weight_NK.t().contiguous()[None]
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        num_rows = x_TK.shape[0]
+        if num_rows < MAX_LEAST_ROWS:
+            x_TK = F.pad(x_TK, (0, 0, 0, MAX_LEAST_ROWS - num_rows))
+        return torch.bmm(x_TK[None], self._weight_1KN)[0, :num_rows]
 
 
 class FloatProduct:
@@ -70,8 +100,10 @@ def product_of(weight_NK: torch.Tensor) -> RowProduct | None:
     """The kernel for this matrix; None where there is none."""
     if not can_share_rows(weight_NK.dtype, weight_NK.device):
         return None
-    is_float = weight_NK.dtype == torch.float32
-    return FloatProduct(weight_NK) if is_float else HalfProduct(weight_NK)
+    if weight_NK.dtype != torch.float32:
+        return HalfProduct(weight_NK)
+    is_small = weight_NK.numel() <= SmallProduct.MAX_ELEMENTS
+    return SmallProduct(weight_NK) if is_small else FloatProduct(weight_NK)
 
 
 def as_multiplied(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -98,8 +130,12 @@ def agreement_of(weight_NK: torch.Tensor) -> Agreement:
 @cache
 def _try(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Agreement:
     generator = torch.Generator().manual_seed(num_outputs)
-    weight_NK = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-    x_TK = torch.randn(_ROW_COUNTS[-1], num_inputs, generator=generator).to(dtype)
+    weight_NK = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator).to(dtype)
+    x_TK = torch.randn(_ROW_COUNTS[-1], num_inputs, generator=generator)
+    # The order of additions shows in these rows; in sums of whole numbers the rounding shows, many
+    # lie half way between two values.
+    x_TK[::2] = (2.0 * x_TK[::2]).round()
+    x_TK = x_TK.to(dtype)
     product = product_of(weight_NK)
     if product is None:
         return Agreement(False, False)
@@ -159,6 +195,18 @@ class SharedRows:
         if self.table is not None and x_TK.shape[0] <= self.max_table_rows:
             return self.table.linear(x_TK)
         return self.product(x_TK)
+
+
+def multiply_each(
+    x_RK: torch.Tensor, sizes: Sequence[int], weights: Sequence[SharedRows]
+) -> torch.Tensor:
+    """Runs of so many rows, each by its own matrix, one behind the other, [R, N]."""
+    halves = [w.product for w in weights if isinstance(w.product, HalfProduct)]
+    if len(halves) == len(weights):
+        # Dtypes are changed once for all.
+        return HalfProduct.each(x_RK.float().split(list(sizes)), halves)
+    parts = zip(x_RK.split(list(sizes)), weights, strict=True)
+    return torch.cat([weight.linear(part) for part, weight in parts])
 
 
 def share_rows(weight_NK: torch.Tensor, max_table_rows: int) -> SharedRows | None:

@@ -5,14 +5,15 @@ depth D = 0 to K would emit and cost (`DepthOffer`); from everyone's offers `agr
 them the same depth. Integers only, so that no rank rounds otherwise. One rank alone agrees with
 itself in the same way: there is one rule.
 
-A rank also offers a probe: a plan that tries one draft more than what was agreed last, raised by
-what it may cost to find out. It is taken when it comes out best with that.
+A rank also offers two probes: plans that try one draft more, or one less, than what was agreed
+last, raised by what it may cost to find out. One is taken when it comes out best with that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from hocket.scheduling.draft_plans import Price
 
@@ -42,38 +43,52 @@ class DepthPrice:
         return self.cost_ns <= self.permitted_ns
 
 
+_NO_PROBE = DepthPrice(0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class DepthOffer:
-    """One rank's: by depth 0 to K, and of a probe one deeper than `base_depth` (at most K)."""
+    """One rank's: by depth 0 to K, and of probes about `base_depth`, the depth agreed last."""
 
     by_depth: tuple[DepthPrice, ...]
-    base_depth: int
-    probe: DepthPrice
+    base_depth: int = 0
+    more: DepthPrice = _NO_PROBE
+    fewer: DepthPrice = _NO_PROBE
 
     def numbers(self) -> list[int]:
-        """As it is exchanged: 1 + 3 (K + 2) integers below 2^63."""
-        prices = (*self.by_depth, self.probe)
+        """As it is exchanged: 1 + 3 (K + 3) integers below 2^63."""
+        prices = (self.more, self.fewer, *self.by_depth)
         flat = [n for p in prices for n in (p.tokens_e6, p.cost_ns, p.permitted_ns)]
         return [self.base_depth, *flat]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> DepthOffer:
         base_depth, *flat = numbers
-        prices = [DepthPrice(*flat[i : i + _WIDTH]) for i in range(0, len(flat), _WIDTH)]
-        return cls(tuple(prices[:-1]), base_depth, prices[-1])
+        more, fewer, *by_depth = (
+            DepthPrice(*flat[i : i + _WIDTH]) for i in range(0, len(flat), _WIDTH)
+        )
+        return cls(tuple(by_depth), base_depth, more, fewer)
 
 
-NO_DRAFTS = DepthOffer((DepthPrice(0, 1),), 0, DepthPrice(0, 1))
+NO_DRAFTS = DepthOffer((DepthPrice(0, 1),))
 """Of a rank that never drafts; so do the others of its group."""
+
+
+class Kind(Enum):
+    """Whether a step tries what is best, or something else to find out."""
+
+    BEST = "best"
+    MORE = "more"
+    FEWER = "fewer"
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Draft passes of this step, at most; `base_depth` without the probe, if this is one."""
+    """Draft passes of this step, at most; `base_depth`: what is best, that is without a probe."""
 
     depth: int
     base_depth: int
-    is_probe: bool
+    kind: Kind = Kind.BEST
 
 
 def agree(offers: Sequence[DepthOffer]) -> Agreement:
@@ -88,12 +103,17 @@ def agree(offers: Sequence[DepthOffer]) -> Agreement:
         )
     else:
         base = _first_best([(price.permitted_ns, price.cost_ns) for price in together])
+    agreement, most = Agreement(base, base), together[base]
     if all(offer.base_depth == base for offer in offers):
-        probe = _together([offer.probe for offer in offers])
-        best = together[base]
-        if probe.tokens_e6 * best.cost_ns > best.tokens_e6 * probe.cost_ns:
-            return Agreement(min(base + 1, depths[-1]), base, is_probe=True)
-    return Agreement(base, base, is_probe=False)
+        more = Agreement(min(base + 1, depths[-1]), base, Kind.MORE)
+        fewer = Agreement(max(base - 1, 0), base, Kind.FEWER)
+        for probe, price in (
+            (more, _together([offer.more for offer in offers])),
+            (fewer, _together([offer.fewer for offer in offers])),
+        ):
+            if price.tokens_e6 * most.cost_ns > most.tokens_e6 * price.cost_ns:
+                agreement, most = probe, price
+    return agreement
 
 
 def _together(prices: Sequence[DepthPrice]) -> DepthPrice:

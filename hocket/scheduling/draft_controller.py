@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hocket.scheduling.depth_agreement import Agreement, DepthOffer, DepthPrice, agree
+from hocket.scheduling.depth_agreement import Agreement, DepthOffer, DepthPrice, Kind, agree
 from hocket.scheduling.draft_plans import Batch, DraftPlans, Ints, Tables
-from hocket.scheduling.draft_probes import Probe, Probes
+from hocket.scheduling.draft_probes import ProbePair, Probes
 from hocket.scheduling.step_costs import Point, StepCosts
 from hocket.scheduling.survival import AcceptancePrior, SurvivalEstimates
 from hocket.types import RequestKey
@@ -40,11 +40,12 @@ class SpeedTarget:
 class DraftPolicy:
     """`max_drafts`: most per request and step. Not `adaptive`: everyone always gets that many.
     `targets`: that of the smallest `max_requests` which holds the batch counts; beyond all, only
-    throughput does."""
+    throughput does. `min_passes`: draft passes of a step that drafts at all, one per MTP module."""
 
     max_drafts: int
     adaptive: bool = True
     targets: tuple[SpeedTarget, ...] = ()
+    min_passes: int = 1
 
     def tokens_per_s(self, num_requests: int) -> float:
         """The target of a batch; 0.0 without one."""
@@ -54,12 +55,12 @@ class DraftPolicy:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A running request. `cap`: most drafts that it has room for. `due_rows`: rows that it brings
-    to a draft pass of this step even when it gets no drafts."""
+    """A running request. `cap`: most drafts that it has room for. `pending_rows`: rows that it
+    brings to the first draft pass."""
 
     key: RequestKey
     cap: int
-    due_rows: int = 0
+    pending_rows: int = 1
     is_greedy: bool = False
 
 
@@ -93,7 +94,16 @@ class FixedDrafts:
 @dataclass(frozen=True, slots=True)
 class AdaptiveDrafts:
     plans: DraftPlans
-    probe: Probe
+    probes: ProbePair
+
+    def allotted(self, agreement: Agreement) -> Ints:
+        match agreement.kind:
+            case Kind.BEST:
+                return self.plans.drafts(agreement.depth)
+            case Kind.MORE:
+                return self.probes.more.drafts_B
+            case Kind.FEWER:
+                return self.probes.fewer.drafts_B
 
 
 class DraftController:
@@ -124,30 +134,32 @@ class DraftController:
         batch = Batch(
             self._estimates.survivals([request.key for request in requests]),
             caps_B,
-            due_rows=sum(request.due_rows for request in requests),
+            self.policy.min_passes,
         )
+        pending_B = np.array([request.pending_rows for request in requests], dtype=np.int64)
         tables = Tables(
-            self.costs.draft.table(1 + max(batch.size, batch.due_rows)),
+            self.costs.draft.table(1 + batch.size + int(pending_B.sum())),
             self.costs.verify.table(1 + batch.size + int(caps_B.sum())),
         )
         target = self.policy.tokens_per_s(batch.size)
         plans = DraftPlans(batch, tables, target)
-        probe = self._probes.plan(plans, batch, target)
+        probes = self._probes.plan(plans, pending_B, target)
         by_depth = tuple(DepthPrice.of(price, target) for price in plans.prices)
-        offer = DepthOffer(by_depth, self._probes.base_depth, probe.offer)
-        return Proposal(offer, AdaptiveDrafts(plans, probe))
+        more, fewer = probes.more.offer, probes.fewer.offer
+        offer = DepthOffer(by_depth, self._probes.base_depth, more, fewer)
+        return Proposal(offer, AdaptiveDrafts(plans, probes))
 
     def allot_agreed(self, proposal: Proposal, agreement: Agreement) -> list[int]:
         """Drafts for each request that `proposal` was made for, after the group has agreed."""
         match proposal.drafts:
             case FixedDrafts(drafts_B):
                 pass
-            case AdaptiveDrafts(plans, probe):
-                drafts_B = probe.drafts_B if agreement.is_probe else plans.drafts(agreement.depth)
-                self._probes.settle(probe, agreement)
+            case AdaptiveDrafts() as adaptive:
+                drafts_B = adaptive.allotted(agreement)
+                self._probes.settle(adaptive.probes, agreement)
         drafts: list[int] = drafts_B.tolist()
         self._counts.steps += 1
-        self._counts.probes += agreement.is_probe
+        self._counts.probes += agreement.kind is not Kind.BEST
         self._counts.allotted_drafts += sum(drafts)
         return drafts
 
@@ -186,4 +198,4 @@ def _fixed_offer(caps_B: Ints, max_drafts: int) -> DepthOffer:
     """Makes the group's ranks agree on the deepest that any of them has."""
     deepest = int(caps_B.max(initial=0))
     by_depth = tuple(DepthPrice(min(depth, deepest), 1) for depth in range(max_drafts + 1))
-    return DepthOffer(by_depth, 0, DepthPrice(0, 1))
+    return DepthOffer(by_depth)

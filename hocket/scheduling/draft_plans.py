@@ -7,10 +7,9 @@ all plans; for any costs it is at least as good as giving everyone the same numb
 slowest request has a target, the order in which each draft goes to the request that has least is
 looked at, too.
 
-The first draft pass writes the MTP entries of tokens emitted before. Each token needs that once,
-now or later, whatever is decided here. So this pass costs what it does with the rows that are due
-in any case: to charge the rest to the step that happens to write it would keep a batch from
-drafting just because it has not for long.
+The first draft pass writes the MTP entries of tokens emitted since a request's last drafts, one at
+least; it is priced with one row for each request that drafts. To charge what has piled up to the
+step that happens to write it would keep a batch from drafting just because it has not for long.
 
 Shape letters: B requests, K positions of a draft, N drafts that the caps allow, M = N + 1 prefixes
 of an order (with two orders: of both).
@@ -33,12 +32,12 @@ _EQUAL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The requests of one step, K >= 1. `caps_B`: most drafts of each. `due_rows`: rows that the
-    first draft pass has in any case."""
+    """The requests of one step, K >= 1. `caps_B`: most drafts of each. A step that drafts at all
+    makes `min_passes` draft passes, these with the rows of the first: one for each MTP module."""
 
     survivals_BK: Floats
     caps_B: Ints
-    due_rows: int
+    min_passes: int = 1
 
     @property
     def size(self) -> int:
@@ -71,7 +70,7 @@ class DraftPlans:
     """
 
     def __init__(self, batch: Batch, tables: Tables, tokens_per_s: float = 0.0) -> None:
-        self._batch = batch
+        self.batch = batch
         self._tables = tables
         num_positions: int = batch.survivals_BK.shape[1]
         self._positions_K1: Ints = np.arange(num_positions, dtype=np.int64)[:, None]
@@ -100,52 +99,61 @@ class DraftPlans:
     def drafts(self, depth: int) -> Ints:
         """The best plan of at most `depth` draft passes: drafts by request, [B]."""
         if depth == 0:
-            return np.zeros(self._batch.size, dtype=np.int64)
+            return np.zeros(self.batch.size, dtype=np.int64)
         which, length = divmod(int(self._best_K[depth - 1]), len(self._request_N) + 1)
         given = self._orders[which][:length]
         given = given[self._position_N[given] < depth]
-        return np.bincount(self._request_N[given], minlength=self._batch.size)
+        return np.bincount(self._request_N[given], minlength=self.batch.size)
 
-    def price(self, drafts_B: Ints, depth: int) -> Price:
-        """That of any plan of at most `depth` draft passes."""
-        batch, tables = self._batch, self._tables
+    @property
+    def max_depth(self) -> int:
+        """K."""
+        return len(self._positions_K1)
+
+    def price(self, drafts_B: Ints, depth: int, late_rows: int = 0) -> Price:
+        """That of any plan of at most `depth` draft passes, with more rows in the first one."""
+        batch = self.batch
         given_KB = self._positions_K1 < drafts_B
         rows_K = given_KB.sum(1)
-        rows_K[0] = batch.due_rows
-        if depth == 0:
-            draft_s = tables.draft[batch.due_rows]
-        else:
-            draft_s = tables.draft[np.maximum(rows_K[:depth], 1)].sum()
+        rows_K[0] += late_rows
+        draft_s = float(self._draft_s(rows_K)[:depth].sum())
         gain_B = (given_KB * batch.survivals_BK.T).sum(0)
-        verify_s = tables.verify[max(1, batch.size + int(drafts_B.sum()))]
+        verify_s = self._tables.verify[max(1, batch.size + int(drafts_B.sum()))]
         return Price(
             tokens=batch.size + float(gain_B.sum()),
             slowest=1.0 + float(gain_B.min(initial=np.inf)),
-            seconds=float(draft_s + verify_s),
+            seconds=draft_s + float(verify_s),
         )
+
+    def _draft_s(self, rows_K: Ints) -> Floats:
+        """Seconds of the draft passes that each depth 1 to K adds, [K] or [K, M]."""
+        draft_K = self._tables.draft[np.maximum(rows_K, 1)]
+        num_first = self.batch.min_passes
+        draft_K[0] *= num_first
+        draft_K[1:num_first] = 0.0
+        return draft_K
 
     def _price_prefixes(self, order: Ints, survival_N: Floats) -> tuple[Ints, Floats, Floats]:
         """Drafts given, tokens and seconds, each [K, M]: of the first m drafts of the order, those
         at positions 0 to K-1 of the table's row."""
-        batch, tables = self._batch, self._tables
+        batch = self.batch
         is_at_KN = self._position_N[order] == self._positions_K1
         rows_KM = _prefix_sums(is_at_KN)
         given_KM = rows_KM.cumsum(0)
         tokens_KM = batch.size + _prefix_sums(is_at_KN * survival_N).cumsum(0)
-        rows_KM[0] = batch.due_rows
-        draft_KM = tables.draft[np.maximum(rows_KM, 1)].cumsum(0)
-        return given_KM, tokens_KM, draft_KM + tables.verify[np.maximum(batch.size + given_KM, 1)]
+        verify_KM = self._tables.verify[np.maximum(batch.size + given_KM, 1)]
+        return given_KM, tokens_KM, self._draft_s(rows_KM).cumsum(0) + verify_KM
 
     def _levels(self) -> Floats:
         """Tokens that a draft's request is expected to get from the drafts before this one."""
-        survivals_BK = self._batch.survivals_BK
+        survivals_BK = self.batch.survivals_BK
         level_BK = np.cumsum(survivals_BK, axis=1) - survivals_BK
         return level_BK[self._request_N, self._position_N]
 
     def _slowest(self, order: Ints) -> Floats:
         """Expected tokens of the request that gets least. A request is at the level before its
         next draft in the order, or has all that it may have."""
-        batch = self._batch
+        batch = self.batch
         level_KN = np.where(
             self._position_N[order] <= self._positions_K1, self._levels()[order], np.inf
         )

@@ -49,8 +49,8 @@ class AcceptancePrior:
 
 
 class _Prior:
-    """Of all requests of a kind, by position: `means` of outcomes, and their `spreads`, the variance
-    of acceptance between requests."""
+    """Of all requests of a kind, by position: `means` of outcomes, and `spreads`, the variance of
+    acceptance between requests."""
 
     __slots__ = ("counts", "means", "spreads")
 

@@ -225,6 +225,29 @@ def test_a_group_says_what_one_process_says(
         assert outputs(group, spread) == expected
 
 
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_ranks_with_several_mtp_modules_go_through_each_together(
+    tmp_path: Path, draft_tokens: int
+) -> None:
+    """The ranks have prompts, drafts and nothing to do at different times; what a rank without
+    tokens adds shows in what is accepted. The vocabulary is so small that something is."""
+    config = replace(CONFIG, vocab_size=5, num_mtp_layers=2)
+    folder = random_checkpoint(config, tmp_path, 3, "bfloat16")
+    limits = LocalEngineLimits(num_blocks=64, num_drafts=draft_tokens)
+    made = [replace(r, token_ids=tuple(t % 5 for t in r.token_ids)) for r in requests(6)]
+    expected = LocalEngine(load_model(folder, batch_invariant=True), limits).generate(made)
+    assert sum(local.usage.drafts.accepted_tokens for local in expected) > 10
+    with Group(folder, 3, draft_tokens) as group:
+        for ranks, count in (((0, 1), 6), ((2,), 1)):
+            spread = [(ranks[i % len(ranks)], request) for i, request in enumerate(made[:count])]
+            assert outputs(group, spread) == [local.token_ids for local in expected[:count]]
+            for (rank, request), local in zip(spread, expected, strict=False):
+                assert request.key is not None
+                ended = group.ranks[rank].ended()[request.key]
+                assert isinstance(ended, Finished)
+                assert ended.usage == local.usage
+
+
 @pytest.mark.parametrize("draft_tokens", [0, 3])
 def test_a_rank_short_of_blocks_preempts_by_itself(
     folder: Path, expected: list[tuple[int, ...]], draft_tokens: int

@@ -5,19 +5,27 @@ The vocabulary is tiny, so that random modules are right now and then: steps end
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hocket.clock import ManualClock
+from hocket.config import DecodeSettings, ModelSettings, WorkerSettings
+from hocket.errors import ConfigError
+from hocket.execution.draft_setup import set_up_drafts
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
+from hocket.execution.model_setup import set_up_model
 from hocket.execution.sampler import Sampler
 from hocket.execution.sequence import Sequence as Running
 from hocket.execution.speculation import MTPDraftSource
+from hocket.execution.step_measurements import measure_step_costs
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.random_checkpoint import random_checkpoint
@@ -25,7 +33,7 @@ from hocket.model.step_inputs import StepInputs
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
 from hocket.request_params import SamplingParams, StoppingParams
-from hocket.types import RequestKey
+from hocket.types import RequestKey, Role
 from tests.execution.conftest import TINY
 
 VOCABULARY = 5
@@ -345,3 +353,39 @@ def test_a_step_that_fails_leaves_the_rows_as_they_were(model_of: ModelOf) -> No
     assert (sequence.pending_hidden, sequence.num_context, sequence.num_complete) == before
     worker.step(sequence, 0, 3)
     assert_complete(worker, sequence)
+
+
+def test_step_costs_are_those_of_one_pass_whatever_the_number_of_modules(model_of: ModelOf) -> None:
+    worker = Worker(model_of(3, batch_invariant=False))
+    costs = measure_step_costs(worker.runner, 4, 2, ManualClock())
+    assert worker.cache.pool.num_free == 24
+    assert worker.runner.last_step is not None
+    assert worker.runner.last_step.draft_rows == [12, 12, 12]
+    draft_s, verify_s = (dict(curve.points()) for curve in (costs.draft, costs.verify))
+    assert all(seconds > 0 for seconds in (*draft_s.values(), *verify_s.values()))
+
+
+@pytest.mark.parametrize(("draft_tokens", "num_told"), [(-1, 1), (0, 0)])
+def test_without_mtp_heads_a_worker_says_once_that_it_does_not_draft(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, draft_tokens: int, num_told: int
+) -> None:
+    settings = worker_of(tmp_path, draft_tokens)
+    with caplog.at_level(logging.INFO):
+        setup = set_up_model(settings)
+        set_up_drafts(settings, setup)
+    assert setup.max_draft_tokens == 0
+    assert [r.levelname for r in caplog.records if "MTP" in r.getMessage()] == ["INFO"] * num_told
+
+
+def test_drafts_that_are_demanded_of_a_checkpoint_without_mtp_heads_are_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.draft_tokens is 2, .* no MTP module"):
+        set_up_model(worker_of(tmp_path, 2))
+
+
+def worker_of(tmp_path: Path, draft_tokens: int) -> WorkerSettings:
+    """A decode worker of a checkpoint without heads."""
+    path = random_checkpoint(replace(TINY, num_mtp_layers=0), tmp_path / "plain", 2, "float32")
+    pool = DecodeSettings(draft_tokens=draft_tokens, num_blocks=4)
+    return WorkerSettings(Role.DECODE, "decode-0", 1, ModelSettings(str(path), device="cpu"), pool)

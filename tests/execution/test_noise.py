@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.execution.noise import (
+    LARGEST_NOISE,
     gumbel_noise,
     keys_tensor,
+    may_reach,
     position_key,
     position_uniform,
     uniforms,
@@ -114,6 +116,23 @@ def test_uniforms_stay_inside_zero_and_one_at_the_extremes() -> None:
         uniform = (bits + 0.5) * 2.0**-52
         assert 0.0 < uniform < 1.0
         assert math.isfinite(-math.log(-math.log(uniform)))
+        assert -math.log(-math.log(uniform)) < LARGEST_NOISE
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 5), st.sampled_from([1, 32, 128]), st.randoms(use_true_random=False))
+def test_tokens_that_may_reach_a_bound_are_those_that_do(
+    rows: int, width: int, random: Random
+) -> None:
+    keys = keys_tensor([random.getrandbits(64) for _ in range(rows)], CPU)
+    first_ids = torch.tensor([random.randrange(1 << 20) for _ in range(rows)])
+    noise = gumbel_noise(keys, first_ids[:, None] + torch.arange(width)).double()
+    for bounds in (noise.amax(dim=-1), noise[:, width // 2], noise.amin(dim=-1)):
+        unrounded = bounds - 1e-7 * bounds.abs()  # float32 may have rounded it up
+        found = may_reach(keys, first_ids, width, unrounded)
+        assert found.tolist() == (noise >= bounds[:, None]).tolist()
+    assert may_reach(keys, first_ids, width, torch.full((rows,), -5.0).double()).all()
+    assert not may_reach(keys, first_ids, width, torch.full((rows,), LARGEST_NOISE).double()).any()
 
 
 def test_noise_has_the_moments_of_a_standard_gumbel_and_no_correlation_along_any_address() -> None:

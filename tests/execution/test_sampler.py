@@ -12,57 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.execution.noise import gumbel_noise, keys_tensor, position_key
-from hocket.execution.sampler import CANDIDATES, Sampler
+from hocket.execution.sampler import HEAD_WIDTHS, LEAST_DIRECT_WIDTH, Sampler
+from hocket.execution.token_filters import SMALL_VOCABULARY
 from hocket.request_params import SamplingParams
+from tests.execution.reference_sampler import (
+    kept_tokens,
+    random_logits,
+    random_params,
+    reference_sample,
+)
 
 CPU = torch.device("cpu")
+VOCABULARIES = [5, 31, 128, 700, SMALL_VOCABULARY, SMALL_VOCABULARY + 1, 12_800, 50_257, 129_280]
 
 
-def reference_sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
-    """One row, whole vocabulary, full sort, the order of the filters as documented."""
-    if params.is_greedy:
-        return min(range(len(logits)), key=lambda i: (-logits[i].item(), i))
-    x = ((logits - logits.max()) / torch.tensor(params.temperature)).numpy()
-    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
-    if params.top_k:
-        order = order[: params.top_k]
-    if params.top_p < 1.0:
-        weights = np.exp(x[order].astype(np.float64))
-        before = np.cumsum(weights) - weights
-        order = [t for t, b in zip(order, before, strict=True) if b < params.top_p * weights.sum()]
-    limit = params.min_p * math.exp(x[order[0]])
-    order = [token for token in order if math.exp(x[token]) >= limit]
-    key = keys_tensor([position_key(params.seed, params.choice, position)], CPU)
-    noise = gumbel_noise(key, torch.arange(len(x))[None])[0].numpy()
-    scores = {token: x[token] + noise[token] for token in order}
-    return min(scores, key=lambda token: (-scores[token], token))
-
-
-def random_params(random: Random, vocab_size: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=random.choice([0.0, 0.01, 0.5, 0.8, 1.0, 2.0]),
-        top_k=random.choice([0, 0, 1, 2, 5, 40, CANDIDATES, CANDIDATES + 1, vocab_size]),
-        top_p=random.choice([1.0, 1.0, 0.0001, 0.3, 0.8, 0.95, 0.9999]),
-        min_p=random.choice([0.0, 0.0, 0.02, 0.2, 1.0]),
-        seed=random.getrandbits(64),
-        choice=random.randrange(3),
-        top_logprobs=random.choice([None, 0, 1, 5]),
-    )
-
-
-def random_logits(random: Random, rows: int, vocab_size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(random.getrandbits(32))
-    logits = torch.randn(rows, vocab_size, generator=generator) * random.choice([0.1, 1.0, 4.0])
-    if random.random() < 0.3:
-        logits = logits.round()  # many ties
-    return logits
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([3, 64, 700, 1500]), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(VOCABULARIES), st.randoms(use_true_random=False))
 def test_every_row_equals_the_plain_reference(vocab_size: int, random: Random) -> None:
-    rows = random.randint(1, 6)
+    rows = random.randint(1, 5)
     logits = random_logits(random, rows, vocab_size)
     params = [random_params(random, vocab_size) for _ in range(rows)]
     positions = [random.randrange(10_000) for _ in range(rows)]
@@ -72,6 +39,47 @@ def test_every_row_equals_the_plain_reference(vocab_size: int, random: Random) -
         for row, row_params, position in zip(logits, params, positions, strict=True)
     ]
     assert sampled == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.9, temperature=0.8),  # the nucleus is near the top
+        SamplingParams(top_p=0.95),  # it is not: by hash
+        SamplingParams(top_p=0.2, temperature=2.0),  # the best tokens lie outside, again and again
+        SamplingParams(min_p=1e-4),
+        SamplingParams(min_p=1e-4, top_p=0.9),
+        SamplingParams(),
+    ],
+)
+def test_rows_that_the_likeliest_tokens_do_not_decide_equal_the_reference(
+    params: SamplingParams,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40, 60_000, generator=generator) * 3.0
+    rows = [replace(params, seed=seed) for seed in range(40)]
+    sampled = Sampler(60_000, CPU).sample(logits, rows, [7] * 40).tolist()
+    order = logits.argsort(dim=-1, descending=True).tolist()
+    ranks = [row.index(token) for row, token in zip(order, sampled, strict=True)]
+    assert max(ranks) >= HEAD_WIDTHS[0]  # else the likeliest tokens were enough
+    assert sampled == [reference_sample(*row, 7) for row in zip(logits, rows, strict=True)]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 700, 12_801])
+def test_rows_without_a_number_get_a_valid_id(vocab_size: int) -> None:
+    logits = torch.randn(5, vocab_size)
+    logits[0] = -torch.inf
+    logits[1] = torch.nan
+    logits[2] = -torch.tensor(torch.nan)
+    logits[3, vocab_size // 2] = torch.nan
+    logits[4, vocab_size // 2] = torch.inf
+    sampler = Sampler(vocab_size, CPU)
+    random = Random(1)
+    for _ in range(60):
+        params = [random_params(random, vocab_size)] * 5
+        sampled = sampler.sample(logits, params, [0] * 5)
+        assert all(0 <= token < vocab_size for token in sampled.tolist())
+        sampler.logprobs(logits, sampled, [3] * 5)
 
 
 @settings(max_examples=30, deadline=None)
@@ -110,11 +118,11 @@ def test_top_k_and_top_p_ties_keep_the_lowest_token_ids() -> None:
 
 
 def test_a_nucleus_of_more_than_the_candidates_is_measured_against_all_that_top_k_left() -> None:
-    vocab_size = 3 * CANDIDATES
-    sampler = Sampler(vocab_size, CPU)
-    logits = torch.zeros(400, vocab_size)
-    params = [SamplingParams(top_k=CANDIDATES + 44, top_p=0.3, seed=seed) for seed in range(400)]
-    assert sampler.sample(logits, params, [0] * 400).max().item() < 0.3 * (CANDIDATES + 44)
+    top_k = LEAST_DIRECT_WIDTH + 44
+    sampler = Sampler(3 * LEAST_DIRECT_WIDTH, CPU)
+    logits = torch.zeros(400, 3 * LEAST_DIRECT_WIDTH)
+    params = [SamplingParams(top_k=top_k, top_p=0.3, seed=seed) for seed in range(400)]
+    assert sampler.sample(logits, params, [0] * 400).max().item() < 0.3 * top_k
 
 
 def test_extreme_temperatures_stay_finite() -> None:
@@ -203,6 +211,35 @@ def test_a_draft_that_ignores_the_filter_of_the_target_is_accepted_less() -> Non
     same = sampler.sample(draft_logits, with_filter, range(rows))
     ignoring = sampler.sample(draft_logits, [SamplingParams(seed=3)] * rows, range(rows))
     assert (same == target).double().mean() > (ignoring == target).double().mean() + 0.02
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([5, 700, 12_801]), st.randoms(use_true_random=False))
+def test_probabilities_are_those_of_the_tokens_that_the_filters_keep(
+    vocab_size: int, random: Random
+) -> None:
+    logits = random_logits(random, 3, vocab_size)
+    params = [replace(random_params(random, vocab_size), temperature=t) for t in (0.01, 0.8, 2.0)]
+    found = Sampler(vocab_size, CPU).probabilities(logits, params)
+    for row, row_params, probabilities in zip(logits, params, found.numpy(), strict=True):
+        x, kept = kept_tokens(row, row_params)
+        weights = np.zeros(vocab_size)
+        weights[kept] = np.exp(x[kept].astype(np.float64))
+        np.testing.assert_allclose(probabilities, weights / weights.sum(), rtol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([5, 700, 12_801]), st.randoms(use_true_random=False))
+def test_top_logprobs_are_sorted_by_logit_then_id(vocab_size: int, random: Random) -> None:
+    logits = random_logits(random, 3, vocab_size)
+    num_top = [random.choice([0, 1, 5, 20]) for _ in range(3)]
+    found = Sampler(vocab_size, CPU).logprobs(logits, torch.tensor([0, 1, 4]), num_top)
+    expected = torch.log_softmax(logits, dim=-1)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices.tolist()
+    for row, (entry, token, top) in enumerate(zip(found, [0, 1, 4], num_top, strict=True)):
+        assert (entry.token_id, entry.logprob) == (token, expected[row, token].item())
+        best = order[row][:top]
+        assert entry.top == tuple((i, expected[row, i].item()) for i in best)
 
 
 def test_logprobs_are_of_the_raw_logits_best_first() -> None:

@@ -19,10 +19,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hocket.config import ModelSettings
+from hocket.errors import InvalidRequest
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence as RunningSequence
 from hocket.execution.speculation import DraftSource, MTPDraftSource, ScriptedDraftSource
+from hocket.execution.step_failures import RequestFault
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.transformer import Transformer
@@ -32,7 +34,7 @@ from hocket.types import FinishReason, RequestKey, TokenLogprobs
 from tests.execution.conftest import TINY
 from tests.execution.random_requests import random_request, random_tokens
 from tests.execution.reference_generation import Generated, assert_logprobs_equal, generate
-from tests.execution.toy_grammars import END, GRAMMARS, text_of, under
+from tests.execution.toy_grammars import END, GRAMMARS, PIECES, text_of, under
 
 VOCAB = 50
 K = 3
@@ -405,6 +407,41 @@ def test_where_the_end_is_ignored_nothing_but_the_end_follows_it(subjects: Subje
     assert output.finish_reason is FinishReason.LENGTH
     assert output.token_ids[-6:] == (END,) * 6
     assert text_of(output.token_ids) == "ab"
+
+
+# Behind "cb" there is nothing: no piece has a "z".
+DEAD_END = Grammar(GrammarKind.EBNF, 'root ::= "c" ("a" "0" | "b" "z")')
+A, B = PIECES.index("a"), PIECES.index("b")
+
+
+def test_a_draft_into_a_dead_end_of_a_grammar_changes_nothing(subjects: Subjects) -> None:
+    """Every scripted draft is wrong here, by one: "b" where the model says "a"."""
+    sampling = replace(GREEDY, logit_bias=((A, 100.0),))
+    request = under(DEAD_END, request_of(sampling, 8), VOCAB)
+    (plain,) = subjects.plain.generate([request])
+    assert text_of(plain.token_ids) == "ca0"
+    request = replace(request, key=RequestKey("0"))
+    truth = {RequestKey("0"): (*request.token_ids, *plain.token_ids)}
+    engine = LocalEngine(
+        subjects.model, LocalEngineLimits(num_drafts=K), ScriptedDraftSource(truth, 0.0, VOCAB)
+    )
+    (drafted,) = engine.generate([request])
+    assert bits(drafted) == bits(plain)
+    assert drafted.usage.drafts.drafted_tokens > 0
+
+
+def test_an_output_in_a_dead_end_of_its_grammar_fails_as_the_request_s_own_fault(
+    subjects: Subjects,
+) -> None:
+    sampling = replace(GREEDY, logit_bias=((B, 100.0),))
+    request = replace(under(DEAD_END, request_of(sampling, 8), VOCAB), key=RequestKey("0"))
+    truth = {RequestKey("0"): (*request.token_ids, PIECES.index("c"), B)}
+    for k in (0, 1):
+        limits = LocalEngineLimits(num_drafts=k)
+        engine = LocalEngine(subjects.model, limits, ScriptedDraftSource(truth, 1.0, VOCAB))
+        with pytest.raises(RequestFault) as fault:
+            engine.generate([request])
+        assert isinstance(fault.value.error, InvalidRequest)
 
 
 @pytest.mark.parametrize("k", [0, K])

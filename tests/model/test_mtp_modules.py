@@ -1,4 +1,4 @@
-"""Several MTP modules against Hugging Face transformers: their outputs, and a whole run's drafts."""
+"""Several MTP modules against transformers: their outputs, and the drafts of a whole run."""
 
 from __future__ import annotations
 

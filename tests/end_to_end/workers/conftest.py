@@ -33,6 +33,7 @@ from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.config import ModelSettings
 from hocket.errors import HandOffFailed
 from hocket.execution.engine_thread import CancelRequest, StepOutput
+from hocket.execution.grammar_requests import Compiles, GrammarRequests
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.speculation import DraftSource
@@ -185,7 +186,8 @@ class Outcome:
 @dataclass(frozen=True)
 class PairOptions:
     """`draft_source` makes decode's, from its model and cache; None: no drafts. `decode_blocks` 0:
-    as many as prefill has. `prefix_cache` gives both engines one."""
+    as many as prefill has. `prefix_cache` gives both engines one. `compiler` makes the grammars of
+    both."""
 
     num_blocks: int = 64
     decode_blocks: int = 0
@@ -199,6 +201,7 @@ class PairOptions:
     max_unread_share: float = 0.5
     decode_weights: str = "w"
     transfer: Transfer = MEMORY
+    compiler: Compiles | None = None
 
 
 class Pair:
@@ -240,6 +243,7 @@ class Pair:
             self.exports,
             synchronize=lambda: None,
             prefixes=self._prefixes(self.prefill_cache) if options.prefix_cache else None,
+            grammars=GrammarRequests(options.compiler),
         )
 
         self.decode_cache = PagedCache(layout, decode_limits.num_blocks, "cpu")
@@ -268,6 +272,7 @@ class Pair:
             self.imports,
             can_recompute=options.can_recompute,
             prefixes=self._prefixes(self.decode_cache) if options.prefix_cache else None,
+            grammars=GrammarRequests(options.compiler),
         )
 
     @staticmethod
