@@ -4,8 +4,9 @@
 regular expression leaves line ends out, and a JSON schema is checked: xgrammar passes over what it
 cannot hold an output to, and an output that breaks its schema is worse than a refusal. Where it
 could hold it to the same in other words, those are written in. What an output may look like is
-then sometimes less than the schema allows (no properties that it doesn't name, one order of them,
-little whitespace), never more.
+then sometimes less than the schema allows, never more: properties in the schema's order and no
+others beside them, little whitespace, nothing that JSON escapes in a string with a pattern or a
+length. Of a format it has the shape: February may have 31 days.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ class _SchemaCheck:
 
     def _rewrite_strings(self, where: str, schema: dict[str, Any]) -> None:
         if isinstance(pattern := schema.get("pattern"), str):
+            if "format" in schema:
+                raise self._not_held(where, "pattern beside format")
             schema["pattern"] = self._in_string(where, pattern)
         elif "format" not in schema and not {"minLength", "maxLength"}.isdisjoint(schema):
             low, high = schema.get("minLength", 0), schema.get("maxLength", _SHORT)
@@ -240,7 +243,7 @@ def _has_type(value: Any, name: Any) -> bool:
         case str():
             return name == "string"
         case int() | float():
-            return name == "number" or (name == "integer" and value == int(value))
+            return name == "number" or (name == "integer" and value % 1 == 0)
         case list():
             return name == "array"
         case _:

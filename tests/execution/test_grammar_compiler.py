@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -155,19 +154,23 @@ def test_a_long_grammar_is_refused_with_its_size(rig: Rig) -> None:
         rig.compiler.compile(_regex("é" * 10 + "x"))
 
 
+def _lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "grammars"}
+
+
 def test_too_many_at_a_time_are_refused_for_now(rig: Rig) -> None:
-    threads = threading.active_count()
+    before = _lanes()
     rig.trials.gate.clear()
     futures = [rig.compiler.compile(_regex(f"{i}")) for i in range(NUM_LANES + 3)]
     with pytest.raises(Overloaded, match="3 grammars wait"):
         rig.compiler.compile(_regex("one more"))
     assert rig.compiler.compile(_regex("0")) is futures[0]  # waits already
-    assert threading.active_count() == threads + NUM_LANES
+    assert len(_lanes() - before) == NUM_LANES
     rig.trials.gate.set()
     for future in futures:
         future.result(WAIT_S)
     assert rig.error(_regex("one more")) is None
-    assert threading.active_count() == threads + NUM_LANES
+    assert len(_lanes() - before) == NUM_LANES
 
 
 def test_closing_fails_what_is_unfinished(rig: Rig) -> None:
@@ -279,10 +282,10 @@ def test_a_helper_that_dies_is_replaced(trials: GrammarTrials) -> None:
     assert trials.check(ALL[1], WAIT_S) == ""
 
 
-def test_closed_trials_fail(trials: GrammarTrials) -> None:
+def test_closed_trials_fail() -> None:
     closed = GrammarTrials(LibraryArguments(str(FOLDER), VOCAB_SIZE, (END,), 1), 1 << 28)
     closed.close()
-    with pytest.raises(InternalError, match="its process ended"):
+    with pytest.raises(InternalError, match="No grammar can be tried out"):
         closed.check(ALL[0], WAIT_S)
 
 
@@ -301,10 +304,10 @@ print(compiler._trials._helper.pid, flush=True)
 
 
 def test_a_worker_loads_nothing_before_and_ends_without_waiting_for_a_trial() -> None:
-    """Its helper ends with it, trials and all, although nobody closed anything."""
+    """Its helper ends with it, although nobody closed anything."""
     command = [sys.executable, "-c", _WORKER]
     done = subprocess.run(
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=100, check=True
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=250, check=True
     )
     helper = int(done.stdout)
     deadline = threading.Event()

@@ -1,4 +1,4 @@
-"""xgrammar over other vocabularies than the embedded model's, and compiled grammars carried over."""
+"""xgrammar over other vocabularies than the embedded model's; compiled grammars carried over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def added(tmp_path: Path) -> Path:
     tokenizer.add_tokens(
         [
             AddedToken(text, normalized=False)
-            for text in ("<|late|>", "<｜User｜>", "<think>", "né ")
+            for text in ("<|late|>", "<\uff5cUser\uff5c>", "<think>", "né ")
         ]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -147,6 +147,7 @@ NOT_HELD: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": r"^[\u0022]$"}, "which JSON escapes"),
     ({"type": "object", "patternProperties": {r"\x09": {}}}, "which JSON escapes"),
     ({"type": "string", "pattern": "^(a$"}, "The parenthesis is not closed"),
+    ({"pattern": "^a$", "format": "date"}, "pattern beside format"),
     ({"const": "\ud800"}, "can be compiled"),
 ]
 
@@ -162,6 +163,7 @@ def test_a_schema_that_would_not_be_held_is_refused(schema: Any, reason: str) ->
         (GrammarKind.JSON_SCHEMA, "", r"valid JSON \(Expecting value: line 1"),
         (GrammarKind.JSON_SCHEMA, '{"type": ', "valid JSON"),
         (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is no JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "enum": [1.0, 1e999]}', "type: inf is not"),
         (GrammarKind.JSON_SCHEMA, "[" * 100_000, "nested less deeply"),
         (GrammarKind.REGEX, "(a", r"compiled \(Regex parsing error at position 3: The parenthesis"),
         (GrammarKind.REGEX, "[a", "Unclosed"),
