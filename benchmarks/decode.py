@@ -50,7 +50,8 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
-from hocket.types import DraftCounts, RequestKey, SamplingParams, StoppingParams
+from hocket.request_params import SamplingParams, StoppingParams
+from hocket.types import DraftCounts, RequestKey
 
 
 def measure_hocket(model: Transformer, workload: Workload, options: Options) -> list[Point]:
@@ -128,7 +129,7 @@ def start_sequences(
         drafting = ScriptedDraftSource(truth, options.accuracy, vocab_size, drafting)
     runner = ModelRunner(model, cache, drafting)
     if workload.is_synthetic:
-        runner.sampler = cast(Sampler, ForcedSampler(runner.sampler, scripts))
+        runner.choice.sampler = cast(Sampler, ForcedSampler(runner.choice.sampler, scripts))
     sequences = [
         RunningSequence(
             key=RequestKey(str(i)),
@@ -144,7 +145,12 @@ def start_sequences(
 
 
 @torch.inference_mode()
-def time_main_pass(runner: ModelRunner, sequences: Sequence[RunningSequence], k: int) -> float:
+def time_main_pass(
+    runner: ModelRunner,
+    sequences: Sequence[RunningSequence],
+    k: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of the bare main pass over k + 1 tokens of each sequence, sampling included."""
     first = [sequence.num_computed - k for sequence in sequences]
     parts: list[SequenceInput] = [
@@ -157,9 +163,9 @@ def time_main_pass(runner: ModelRunner, sequences: Sequence[RunningSequence], k:
     def run_once() -> None:
         inputs = StepInputs.build(parts, runner.cache.device)
         logits_TV = runner.model.logits(runner.model.forward(inputs, runner.cache))
-        runner.sampler.sample(logits_TV, params, positions).tolist()
+        runner.choice.sampler.sample(logits_TV, params, positions).tolist()
 
-    return timed(run_once)
+    return timed(run_once, clock)
 
 
 @torch.inference_mode()
@@ -181,7 +187,7 @@ def time_draft_pass(runner: ModelRunner, sequences: Sequence[RunningSequence]) -
     def run_once() -> None:
         inputs = StepInputs.build(parts, runner.cache.device)
         logits_SV = model.mtp_logits(model.mtp_forward(inputs, hidden_SH, runner.cache))
-        runner.sampler.sample(logits_SV, params, positions).tolist()
+        runner.choice.sampler.sample(logits_SV, params, positions).tolist()
 
     return timed(run_once)
 
@@ -195,11 +201,11 @@ def plain_step(
     return lambda: runner.decode(sequences, [0] * batch)
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds that `run` takes."""
-    start = time.perf_counter()
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def run_workload(

@@ -26,6 +26,7 @@ from decode_workloads import REPOSITORY
 from handoff_report import Wait
 
 from hocket.model.model_config import ModelConfig
+from hocket.request_params import SamplingParams, StoppingParams
 from hocket.rpc.session_client import SessionClient
 from hocket.types import (
     Begun,
@@ -35,9 +36,7 @@ from hocket.types import (
     Joined,
     Leg,
     RequestKey,
-    SamplingParams,
     StartRequest,
-    StoppingParams,
     Tokens,
 )
 

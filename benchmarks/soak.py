@@ -44,7 +44,7 @@ from hocket.config import Config, load_config
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest
 from hocket.model.model_config import ModelConfig
 from hocket.model.weights import load_model
-from hocket.types import StoppingParams
+from hocket.request_params import StoppingParams
 
 OVERRIDES = (
     "gateway.port=0",

@@ -18,9 +18,10 @@ from typing import Any
 from decode_workloads import docstring_tokens
 
 from hocket.errors import HocketError, InternalError
+from hocket.request_params import SamplingParams
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
-from hocket.types import FinishReason, SamplingParams
+from hocket.types import FinishReason
 
 MAX_TRIES = 20
 TRY_AGAIN_S = 0.5

@@ -75,10 +75,11 @@ class OpenDraws:
         return self._best_inside(near, holds_nucleus_R, lambda _: near), holds_nucleus_R
 
     def _choose_by_hash(self) -> Tensor:
-        """The sample of each draw, int64 [R]: looks at all tokens whose noise may suffice."""
+        """The sample of each draw, int64 [R]: looks at all tokens that may win."""
         draws = self.draws
         peaks_RS = draws.tempered(self.pyramid.coarse[draws.rows_R])
-        draws_P, spans_P = (peaks_RS + LARGEST_NOISE >= self.best_R[:, None]).nonzero(as_tuple=True)
+        least_R = torch.maximum(self.best_R - LARGEST_NOISE, draws.min_p_R.log().float() - 1e-4)
+        draws_P, spans_P = (peaks_RS >= least_R[:, None]).nonzero(as_tuple=True)
         best_P, peaks_P = self.best_R[draws_P].double(), peaks_RS[draws_P, spans_P].double()
         # What a span's likeliest token needs, up to the rounding of scores; the others need more.
         needed_P = best_P - peaks_P - 1e-6 * (1.0 + best_P.abs() + peaks_P.abs())
@@ -97,7 +98,7 @@ class OpenDraws:
         return self._best_inside(
             self.pyramid.listed(draws, draws_E, ids_E),
             draws.top_p_R < 1.0,
-            lambda least_R: self.pyramid.at_least(draws, least_R),
+            lambda logits_R: self.pyramid.at_least(draws, logits_R),
         )
 
     def _best_inside(
@@ -105,7 +106,7 @@ class OpenDraws:
     ) -> Tensor:
         """The best token that the filters keep, of those listed and the best known, int64 [R].
 
-        For `is_doubtful_R` draws it must be inside the nucleus. `from_logit(least_R)` lists at
+        For `is_doubtful_R` draws it must be inside the nucleus. `from_logit(logits_R)` lists at
         least the tokens of each draw from a raw logit on.
         """
         draws = self.draws
@@ -149,5 +150,5 @@ def _are_before(tokens: TokenList, limits: TokenList) -> Tensor:
 
 def _mass(draws: Draws, tokens: TokenList, is_counted_E: Tensor) -> Tensor:
     """Weight of each draw's counted tokens, float64 [R]."""
-    weights_E = tokens.weights.masked_fill(~is_counted_E, 0.0)
+    weights_E = torch.where(is_counted_E, tokens.weights, 0.0)
     return torch.zeros_like(draws.total_R).index_add_(0, tokens.draws_E, weights_E)

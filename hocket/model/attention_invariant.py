@@ -1,14 +1,15 @@
 """Batch-invariant attention: a query's result depends on its own context alone, bit for bit.
 
-The unit of work is a few neighbouring queries of one sequence and the blocks of its context. Scores
-are one product, maxima are exact in any order, and what follows goes block by block: weights are
-added within a block, then block after block, and so are the weighted entries. Blocks behind a
-query's own context add exact zeros. So neither the length of the chunk, nor the company, nor the
-number of blocks that other queries have can change the order of a sum. All in fp32.
+The unit of work is a few neighbouring queries of one sequence and the blocks of its context. All its
+scores are one product; weighted entries are added in order, a fixed number of blocks at a time.
+Slots behind a query's own context, of other queries of its unit or of a longer unit beside it, add
+exact zeros. So neither the length of the chunk, nor the company, nor the number of blocks that
+other queries have can change the order of a sum. All in fp32.
 
-What is left is that a product's row must not depend on the number of rows beside it. `least_rows`
-says from how many rows on that holds here; where it never does, every query is a unit of its own,
-and every block a product of its own, so that all products have one shape.
+What is left is that a product's row must not depend on the number of rows beside it, nor a softmax
+on the zeros behind. `least_rows` says from how many rows on that holds here; where it never does,
+every query is a unit of its own, and every block a product and a sum of its own, so that all
+products have one shape.
 
 Shape letters: T queries, H heads, W entry width, L latent width, B blocks of the pool, N tokens
 of a block, U units, Q queries of a unit, R = Q * H rows of a unit, M context slots of a unit.
@@ -34,9 +35,7 @@ GROUP_BYTES = 2**22
 """Of a group's entries in fp32, about what a core's cache holds; a unit with more is a group of its
 own."""
 HIDDEN_SCORE = -1e30
-LEAST_SCORE = -80.0
-"""Below the greatest one, where a weight is 2e-35: `exp` is many times slower where it underflows,
-and so are products with what comes of it."""
+"""Gives a weight of exactly 0."""
 _ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512)
 _MAX_LEAST_ROWS = 16
 
@@ -44,11 +43,13 @@ _MAX_LEAST_ROWS = 16
 @cache
 def least_rows(width: int, size: int) -> int | None:
     """From how many rows on a row's products with blocks of `size` entries have bits of their own;
-    None: never.
+    None: never, or its softmax has not.
 
     Kernels for very few rows add in another order. Nobody promises that the others agree, so this
     tries them: one unit and several, one block and several.
     """
+    if not _softmax_agrees(size):
+        return None
     generator = torch.Generator().manual_seed(1)
     rows_RW = torch.randn(_ROW_COUNTS[-1], width, generator=generator)
     entries_MW = torch.randn(5 * size, width, generator=generator)
@@ -75,6 +76,19 @@ def least_rows(width: int, size: int) -> int | None:
     expected = products(_ROW_COUNTS[-1], 1, 1)
     least = 1 + max((n for n in _ROW_COUNTS if not agrees(n)), default=0)
     return least if least <= _MAX_LEAST_ROWS else None
+
+
+def _softmax_agrees(size: int) -> bool:
+    """Whether hidden slots behind the others change no bit."""
+    scores_RM = torch.randn(16, 5 * size, generator=torch.Generator().manual_seed(4)) * 4.0
+    for num_seen in (1, size - 1, size, 3 * size + 5):
+        hidden_RM = scores_RM.clone()
+        hidden_RM[:, num_seen:] = HIDDEN_SCORE
+        slots = -(-num_seen // size) * size
+        alone_1M = torch.softmax(hidden_RM[:1, :slots], -1)
+        if not torch.equal(torch.softmax(hidden_RM, -1)[:1, :slots], alone_1M):
+            return False
+    return True
 
 
 @cache
@@ -118,23 +132,25 @@ def _scores(
     return torch.baddbmm(bias_URM, query_URW, context_UMW.transpose(1, 2))
 
 
-def _sum_blocks(
-    weights_URM: torch.Tensor, values_UML: torch.Tensor, size: int, num_blocks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of weights [U, R, 1] and weighted values [U, R, L], added in block order; a product goes
-    over `num_blocks` blocks."""
-    num_slots = weights_URM.shape[-1]
-    if num_slots == size:
-        return weights_URM.sum(-1, keepdim=True), torch.bmm(weights_URM, values_UML)
+def _weights(scores_URM: torch.Tensor, size: int) -> torch.Tensor:
+    """Softmax whose sums go block by block, for where PyTorch's own is not to be had; the scores
+    are spent."""
+    weights_URM = scores_URM.sub_(scores_URM.amax(-1, keepdim=True)).exp_()
     totals = weights_URM.unflatten(-1, (-1, size)).sum(-1).cumsum(-1)[..., -1:]
-    step = num_blocks * size
-    if num_slots <= step:
-        return totals, torch.bmm(weights_URM, values_UML)
-    latent_URL = torch.bmm(weights_URM[..., :step], values_UML[:, :step])
-    for start in range(step, num_slots, step):
-        end = start + step
+    return weights_URM.div_(totals)
+
+
+def _sum_blocks(
+    weights_URM: torch.Tensor, values_UML: torch.Tensor, num_slots: int
+) -> torch.Tensor:
+    """Weighted values [U, R, L], added in order, so many slots in a product."""
+    if weights_URM.shape[-1] <= num_slots:
+        return torch.bmm(weights_URM, values_UML)
+    latent_URL = torch.bmm(weights_URM[..., :num_slots], values_UML[:, :num_slots])
+    for start in range(num_slots, weights_URM.shape[-1], num_slots):
+        end = start + num_slots
         latent_URL.baddbmm_(weights_URM[..., start:end], values_UML[:, start:end])
-    return totals, latent_URL
+    return latent_URL
 
 
 @dataclass(frozen=True)
@@ -147,8 +163,6 @@ class UnitGroup:
     """[U * blocks] physical blocks."""
     bias_UQ1M: torch.Tensor
     """0 where a query may attend, `HIDDEN_SCORE` elsewhere."""
-    seen_UQ1M: torch.Tensor
-    """1 where a query may attend, 0 elsewhere."""
     least_rows: int | None
 
     def attend(
@@ -169,23 +183,17 @@ class UnitGroup:
         if self.least_rows is None:
             parts = zip(context_UMW.split(size, 1), bias_URM.split(size, -1), strict=True)
             scores_URM = torch.cat([_scores(query_URW, c, bias) for c, bias in parts], -1)
+            weights_URM = _weights(scores_URM, size)
         else:
             missing = (0, 0, 0, max(0, self.least_rows - num_rows))
             if missing[-1]:
                 query_URW = F.pad(query_URW, missing)
                 bias_URM = bias_URM if num_queries == 1 else F.pad(bias_URM, missing)
             scores_URM = _scores(query_URW, context_UMW, bias_URM)
-        scores_URM.sub_(scores_URM.amax(-1, keepdim=True)).clamp_(min=LEAST_SCORE)
-        weights_URM = scores_URM.exp_()
-        if num_queries == 1:
-            weights_URM.mul_(self.seen_UQ1M[:, 0])
-        else:
-            weights_URM[:, :num_rows].unflatten(1, (num_queries, -1)).mul_(self.seen_UQ1M)
-        num_blocks = blocks_per_sum(width, size)
-        values_UML = context_UMW[..., :latent_width]
-        totals, latent_URL = _sum_blocks(weights_URM, values_UML, size, num_blocks)
-        latent_URL = latent_URL.div_(totals)[:, :num_rows]
-        return latent_URL.reshape(-1, num_heads, latent_width)
+            weights_URM = torch.softmax(scores_URM, -1)
+        num_slots = size * blocks_per_sum(width, size)
+        latent_URL = _sum_blocks(weights_URM, context_UMW[..., :latent_width], num_slots)
+        return latent_URL[:, :num_rows].reshape(-1, num_heads, latent_width)
 
 
 @dataclass(frozen=True)
@@ -308,15 +316,13 @@ def _group(
     query_rows = None if is_whole else torch.tensor(rows, device=device)
     last = inputs.positions if query_rows is None else inputs.positions[query_rows]
     slots_M = torch.arange(num_blocks * size, device=device)
-    seen_UQ1M = slots_M <= last.view(len(units), num_queries, 1, 1)
+    hidden_UQ1M = slots_M > last.view(len(units), num_queries, 1, 1)
     if first_slot:
-        seen_UQ1M &= slots_M >= first_slot
-    seen_UQ1M = seen_UQ1M.float()
+        hidden_UQ1M |= slots_M < first_slot
     group = UnitGroup(
         query_rows=query_rows,
         blocks=torch.tensor(blocks, device=device),
-        bias_UQ1M=seen_UQ1M.sub(1.0).mul_(-HIDDEN_SCORE),
-        seen_UQ1M=seen_UQ1M,
+        bias_UQ1M=hidden_UQ1M.float().mul_(HIDDEN_SCORE),
         least_rows=least,
     )
     return group, rows

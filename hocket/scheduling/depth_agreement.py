@@ -117,6 +117,8 @@ def agree(offers: Sequence[DepthOffer]) -> Agreement:
 
 
 def _together(prices: Sequence[DepthPrice]) -> DepthPrice:
+    if len(prices) == 1:
+        return prices[0]
     return DepthPrice(
         sum(price.tokens_e6 for price in prices),
         max(price.cost_ns for price in prices),

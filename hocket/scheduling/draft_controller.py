@@ -125,21 +125,17 @@ class DraftController:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """This rank's plans for the next step, to be agreed upon with the group's other ranks."""
-        for request in requests:
-            self._estimates.begin(request.key, request.is_greedy)
+        keys, are_greedy = [r.key for r in requests], [r.is_greedy for r in requests]
+        survivals_BK = self._estimates.survivals(keys, are_greedy)
         caps_B = np.array([request.cap for request in requests], dtype=np.int64)
         caps_B = caps_B.clip(0, self.policy.max_drafts)
         if not self.policy.adaptive or self.policy.max_drafts == 0:
             return Proposal(_fixed_offer(caps_B, self.policy.max_drafts), FixedDrafts(caps_B))
-        batch = Batch(
-            self._estimates.survivals([request.key for request in requests]),
-            caps_B,
-            self.policy.min_passes,
-        )
+        batch = Batch(survivals_BK, caps_B, self.policy.min_passes)
         pending_B = np.array([request.pending_rows for request in requests], dtype=np.int64)
         tables = Tables(
-            self.costs.draft.table(1 + batch.size + int(pending_B.sum())),
-            self.costs.verify.table(1 + batch.size + int(caps_B.sum())),
+            self.costs.draft.table(batch.size + int(pending_B.sum())),
+            self.costs.verify.table(batch.size + int(caps_B.sum())),
         )
         target = self.policy.tokens_per_s(batch.size)
         plans = DraftPlans(batch, tables, target)

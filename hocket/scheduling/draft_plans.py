@@ -17,8 +17,8 @@ of an order (with two orders: of both).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ Ints = NDArray[np.int64]
 
 # Plans this near to the best are its equals; the one with the fewest drafts is taken.
 _EQUAL = 1e-9
+_MANY = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Seconds of one pass by its number of rows, from 0 rows to more than any plan has."""
+    """Seconds of one pass by its number of rows, as many as a plan may have. One without rows costs
+    what one row costs."""
 
     draft: Floats
     verify: Floats
@@ -72,29 +74,29 @@ class DraftPlans:
     def __init__(self, batch: Batch, tables: Tables, tokens_per_s: float = 0.0) -> None:
         self.batch = batch
         self._tables = tables
-        num_positions: int = batch.survivals_BK.shape[1]
-        self._positions_K1: Ints = np.arange(num_positions, dtype=np.int64)[:, None]
-        allowed_KB = self._positions_K1 < batch.caps_B
-        self._position_N, self._request_N = np.nonzero(allowed_KB)
-        survival_N = batch.survivals_BK.T[allowed_KB]
+        self.max_depth: int = batch.survivals_BK.shape[1]
+        self._positions_K1 = np.arange(self.max_depth, dtype=np.int64)[:, None]
+        self._position_N, self._request_N = np.nonzero(self._positions_K1 < batch.caps_B)
+        # Expected tokens of a request from its first d drafts, d = 0 to K.
+        self._levels_BD = np.zeros((batch.size, self.max_depth + 1))
+        np.cumsum(batch.survivals_BK, axis=1, out=self._levels_BD[:, 1:])
+        survival_N = batch.survivals_BK[self._request_N, self._position_N]
         self._orders = [np.argsort(-survival_N, kind="stable")]
         if tokens_per_s:
-            self._orders.append(np.argsort(self._levels(), kind="stable"))
-        priced = [self._price_prefixes(order, survival_N[order]) for order in self._orders]
-        self._given_KM, tokens_KM, seconds_KM = (
-            np.hstack(part) for part in zip(*priced, strict=True)
+            level_N = self._levels_BD[self._request_N, self._position_N]
+            self._orders.append(np.argsort(level_N, kind="stable"))
+        prefixes = [self._prefixes(order, survival_N, tokens_per_s > 0) for order in self._orders]
+        given_KM, tokens_KM, slowest_KM, seconds_KM = (
+            parts[0] if len(parts) == 1 else np.hstack(parts)
+            for parts in zip(*prefixes, strict=True)
         )
-        if tokens_per_s:
-            slowest_KM = np.hstack([self._slowest(order) for order in self._orders])
-        else:
-            slowest_KM = np.ones_like(tokens_KM)
-        self._best_K = _best(self._given_KM, tokens_KM, slowest_KM, seconds_KM, tokens_per_s)
+        self._best_K = _best(given_KM, tokens_KM, slowest_KM, seconds_KM, tokens_per_s)
 
-        self.prices = [self.price(np.zeros(batch.size, dtype=np.int64), 0)]
-        for depth, best in enumerate(self._best_K):
-            at = (depth, best)
-            price = Price(float(tokens_KM[at]), float(slowest_KM[at]), float(seconds_KM[at]))
-            self.prices.append(price)
+        at = (self._positions_K1[:, 0], self._best_K)
+        best = (tokens_KM[at].tolist(), slowest_KM[at].tolist(), seconds_KM[at].tolist())
+        slowest = 1.0 if batch.size else math.inf
+        nothing = Price(batch.size, slowest, float(tables.verify[batch.size]))
+        self.prices = [nothing, *map(Price, *best)]
 
     def drafts(self, depth: int) -> Ints:
         """The best plan of at most `depth` draft passes: drafts by request, [B]."""
@@ -105,72 +107,58 @@ class DraftPlans:
         given = given[self._position_N[given] < depth]
         return np.bincount(self._request_N[given], minlength=self.batch.size)
 
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return len(self._positions_K1)
-
     def price(self, drafts_B: Ints, depth: int, late_rows: int = 0) -> Price:
         """That of any plan of at most `depth` draft passes, with more rows in the first one."""
-        batch = self.batch
-        given_KB = self._positions_K1 < drafts_B
-        rows_K = given_KB.sum(1)
+        size = self.batch.size
+        got_B = self._levels_BD[np.arange(size), drafts_B]
+        rows_K = size - np.bincount(drafts_B, minlength=self.max_depth + 1).cumsum()[:-1]
+        given = int(rows_K.sum())
         rows_K[0] += late_rows
-        draft_s = float(self._draft_s(rows_K)[:depth].sum())
-        gain_B = (given_KB * batch.survivals_BK.T).sum(0)
-        verify_s = self._tables.verify[max(1, batch.size + int(drafts_B.sum()))]
+        draft_s = self._draft_s(rows_K)[:depth].sum()
         return Price(
-            tokens=batch.size + float(gain_B.sum()),
-            slowest=1.0 + float(gain_B.min(initial=np.inf)),
-            seconds=draft_s + float(verify_s),
+            tokens=size + float(got_B.sum()),
+            slowest=1.0 + float(got_B.min(initial=math.inf)),
+            seconds=float(draft_s + self._tables.verify[size + given]),
         )
 
     def _draft_s(self, rows_K: Ints) -> Floats:
         """Seconds of the draft passes that each depth 1 to K adds, [K] or [K, M]."""
-        draft_K = self._tables.draft[np.maximum(rows_K, 1)]
+        draft_K = self._tables.draft.take(rows_K)
         num_first = self.batch.min_passes
         draft_K[0] *= num_first
         draft_K[1:num_first] = 0.0
         return draft_K
 
-    def _price_prefixes(self, order: Ints, survival_N: Floats) -> tuple[Ints, Floats, Floats]:
-        """Drafts given, tokens and seconds, each [K, M]: of the first m drafts of the order, those
-        at positions 0 to K-1 of the table's row."""
-        batch = self.batch
-        is_at_KN = self._position_N[order] == self._positions_K1
-        rows_KM = _prefix_sums(is_at_KN)
-        given_KM = rows_KM.cumsum(0)
-        tokens_KM = batch.size + _prefix_sums(is_at_KN * survival_N).cumsum(0)
-        verify_KM = self._tables.verify[np.maximum(batch.size + given_KM, 1)]
-        return given_KM, tokens_KM, self._draft_s(rows_KM).cumsum(0) + verify_KM
-
-    def _levels(self) -> Floats:
-        """Tokens that a draft's request is expected to get from the drafts before this one."""
-        survivals_BK = self.batch.survivals_BK
-        level_BK = np.cumsum(survivals_BK, axis=1) - survivals_BK
-        return level_BK[self._request_N, self._position_N]
+    def _prefixes(
+        self, order: Ints, survival_N: Floats, has_target: bool
+    ) -> tuple[Ints, Floats, Floats, Floats]:
+        """Drafts given, tokens, those of the slowest request (where that matters) and seconds,
+        each [K, M]: row k is of those among the first m drafts of the order at positions 0 to k."""
+        within_KN = self._position_N[order] <= self._positions_K1
+        shape = (self.max_depth, len(order) + 1)
+        given_KM, tokens_KM = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+        np.cumsum(within_KN, axis=1, out=given_KM[:, 1:])
+        np.cumsum(within_KN * survival_N[order], axis=1, out=tokens_KM[:, 1:])
+        tokens_KM += self.batch.size
+        rows_KM = given_KM.copy()
+        rows_KM[1:] -= given_KM[:-1]
+        seconds_KM = self._draft_s(rows_KM).cumsum(axis=0)
+        seconds_KM += self._tables.verify.take(given_KM + self.batch.size)
+        slowest_KM = self._slowest(order) if has_target else tokens_KM
+        return given_KM, tokens_KM, slowest_KM, seconds_KM
 
     def _slowest(self, order: Ints) -> Floats:
         """Expected tokens of the request that gets least. A request is at the level before its
         next draft in the order, or has all that it may have."""
-        batch = self.batch
-        level_KN = np.where(
-            self._position_N[order] <= self._positions_K1, self._levels()[order], np.inf
-        )
+        position_N, request_N = self._position_N[order], self._request_N[order]
+        is_within_KN = position_N <= self._positions_K1
+        level_KN = np.where(is_within_KN, self._levels_BD[request_N, position_N], math.inf)
         ahead_KN = np.minimum.accumulate(level_KN[:, ::-1], axis=1)[:, ::-1]
-        allowed_KB = self._positions_K1 < batch.caps_B
-        full_K = (allowed_KB * batch.survivals_BK.T).cumsum(0).min(1, initial=np.inf)
-        ahead_KM = np.hstack([ahead_KN, np.full((len(full_K), 1), np.inf)])
-        return 1.0 + np.minimum(ahead_KM, full_K[:, None])
-
-
-def _prefix_sums(values: NDArray[Any]) -> NDArray[Any]:
-    """Sums of the first 0, 1, .. all entries along the last axis."""
-    sums = np.zeros(
-        (*values.shape[:-1], values.shape[-1] + 1), dtype=float if values.dtype == float else int
-    )
-    values.cumsum(-1, out=sums[..., 1:])
-    return sums
+        most_KB = np.minimum(self._positions_K1 + 1, self.batch.caps_B)
+        full_KB = self._levels_BD[np.arange(self.batch.size), most_KB]
+        full_K1 = full_KB.min(axis=1, keepdims=True, initial=math.inf)
+        ahead_KM = np.hstack([ahead_KN, np.full((self.max_depth, 1), math.inf)])
+        return 1.0 + np.minimum(ahead_KM, full_K1)
 
 
 def _best(
@@ -185,4 +173,4 @@ def _best(
             meets_KM.any(1, keepdims=True), np.where(meets_KM, score_KM, -1.0), pace_KM
         )
     is_best_KM = score_KM >= score_KM.max(1, keepdims=True) * (1.0 - _EQUAL)
-    return np.where(is_best_KM, given_KM, np.iinfo(np.int64).max).argmin(1)
+    return np.where(is_best_KM, given_KM, _MANY).argmin(1)

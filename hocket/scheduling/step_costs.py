@@ -3,24 +3,23 @@
 A worker measures a few points before it serves (`StepCosts.from_points`); measured steps refine
 them while it does. The draft controller reads the curves as tables by row count.
 
-A curve has knots at fixed row counts. Each holds the logarithm of the seconds measured there, as an
-exponentially weighted mean over steps; what is read is the isotonic regression of these (more rows
-never cost less), linear between knots and beyond the last. Three rules keep it sane online:
-
-    a step that took far longer than expected counts as one that took a little longer
-    a knot that was not measured for long moves fast when it is again
-    it also follows what happens at fewer rows, so a drift (longer contexts, a slower clock) does
-    not make more rows look dear or cheap; at fewer rows than are measured nothing moves, so
-    whatever became slower makes the controller look there, and learn
+A curve is seconds at fixed row counts (knots), linear between them and beyond the last. A Kalman
+filter keeps their logarithms: what a step tells of some knots, it tells of the others as far as
+they drift together (a slower clock, longer contexts) and lie near. A knot that was not measured for
+long is uncertain, and moves fast when it is again. A step that took far longer than expected counts
+as one that took a little longer, unless several in a row do: then everything becomes uncertain.
+What is read is the isotonic regression of the knots: more rows never cost less.
 
 Pure: no clock.
+
+Shape letters: J knots.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +27,23 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Point = tuple[int, float]
 
-# Quarter powers of two at most: CUDA graphs and row tiles step about there.
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Steps over which a mean forgets.
-_MEMORY_STEPS = 64.0
-# What points measured at start-up weigh, in steps.
-_START_WEIGHT = 8.0
-# Most of a deviation (a logarithm) that one step is believed, and most that it moves a knot by.
+_LAST = len(_KNOTS) - 1
+# Standard deviations, as parts of the seconds: of one step's time; of what was measured at start-up
+# from the truth in service; of what is not measured any more, in the end and after a shift.
+_NOISE = 0.1
+_START = 0.15
+_STALE = 0.3
+# Part of its way to `_STALE` that uncertainty goes in a step.
+_FADES = 1e-4
+# Most of a deviation (a logarithm) that one step is believed, and how many beyond it to one side,
+# one after another, are no hiccups but a shift.
 _BELIEVED = 0.25
-_MOST_GAIN = 0.3
+_HICCUPS = 5
+# Knots move together: in this part all, in the rest less by each octave of rows between them.
+_COMMON = 0.7
+_OCTAVES = np.log2(np.array(_KNOTS, dtype=float))
+_TOGETHER_JJ: Floats = _COMMON + (1.0 - _COMMON) * np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES))
 
 
 class CostCurve:
@@ -47,56 +54,68 @@ class CostCurve:
         if not points or any(rows < 1 or not 0 < s < math.inf for rows, s in points):
             raise ValueError(f"a cost curve needs points of rows >= 1, seconds > 0: {points}")
         measured = dict(sorted(points))
-        at = np.array(list(measured), dtype=float)
-        seconds = _isotonic(np.array(list(measured.values())), np.ones(len(at)))
-        self._knots = np.array(_KNOTS, dtype=float)
-        self._logs: Floats = np.log(_line(at, seconds, self._knots))
-        self._weights = np.full(len(_KNOTS), _START_WEIGHT)
-        self._table = np.zeros(0)
+        levelled = _isotonic(list(measured.values()), [1.0] * len(measured))
+        self._logs_J: Floats = np.log(_line(list(measured), levelled, np.array(_KNOTS)))
+        self._covariance_JJ = _START**2 * _TOGETHER_JJ
+        self._outliers = 0
         self._fit()
 
     def table(self, max_rows: int) -> Floats:
-        """Seconds by row count; at least `max_rows` + 1 entries, that of 0 rows being 0.0. Read
-        only, and valid until the next `observe`."""
+        """Seconds by row count; at least `max_rows` + 1 entries. A pass without rows costs what one
+        row costs. Read only, and valid until the next `observe`."""
         if len(self._table) <= max_rows:
-            size = max(2 * max_rows, 256)
-            self._table = _line(self._knots, self._seconds, np.arange(size + 1, dtype=float))
-            self._table[0] = 0.0
+            self._table = _line(_KNOTS, self._seconds, np.arange(max(2 * max_rows, 256)))
         return self._table
 
     def points(self) -> tuple[Point, ...]:
         """The curve as it is read now, at its knots."""
-        return tuple(zip(_KNOTS, self._seconds.tolist(), strict=True))
+        return tuple(zip(_KNOTS, self._seconds, strict=True))
 
     def observe(self, rows: Sequence[int], seconds: float) -> None:
         """Passes of so many rows each took `seconds` in all."""
-        at = np.clip(np.array(rows, dtype=float), 1.0, None)
-        expected = _line(self._knots, np.exp(self._logs), at).sum()
-        surprise = math.log(max(seconds, 1e-9) / expected)
-        surprise = min(max(surprise, -_BELIEVED), _BELIEVED)
+        expected_s, shares_J = self._expect(rows)
+        surprise = math.log(max(seconds, 1e-9) / expected_s)
+        self._note_outlier(surprise)
+        has_shifted = abs(self._outliers) > _HICCUPS
+        fades = 0.5 if has_shifted else _FADES
+        self._covariance_JJ *= 1.0 - fades
+        self._covariance_JJ += fades * _STALE**2 * _TOGETHER_JJ
 
-        share = self._shares(at)
-        self._weights *= 1.0 - 1.0 / _MEMORY_STEPS
-        gain = np.minimum(share / (self._weights + share + 1e-9), _MOST_GAIN)
-        last = int(np.flatnonzero(share)[-1])
-        staleness = np.maximum(0.0, 1.0 - self._weights[last + 1 :] / _START_WEIGHT)
-        gain[last + 1 :] = gain[last] * staleness
-        self._logs += gain * surprise
-        self._weights += share
+        told_J = self._covariance_JJ @ shares_J
+        variance = float(shares_J @ told_J) + _NOISE**2
+        self._logs_J += told_J * (min(max(surprise, -_BELIEVED), _BELIEVED) / variance)
+        self._covariance_JJ -= np.outer(told_J, told_J / variance)
         self._fit()
 
-    def _shares(self, at: Floats) -> Floats:
-        """How much of an observation belongs to each knot; sums to 1."""
-        above = np.clip(np.searchsorted(self._knots, at), 1, len(self._knots) - 1)
-        low, high = self._knots[above - 1], self._knots[above]
-        part = np.clip((at - low) / (high - low), 0.0, 1.0)
-        share = np.bincount(above, part, minlength=len(self._knots))
-        share += np.bincount(above - 1, 1.0 - part, minlength=len(self._knots))
-        return share / len(at)
+    def _expect(self, rows: Sequence[int]) -> tuple[float, Floats]:
+        """Seconds of these passes, and how much of them belongs to each knot: [J], 1 in all."""
+        means, parts_s = self._means, [0.0] * len(_KNOTS)
+        for num_rows in rows:
+            above = min(max(bisect_left(_KNOTS, num_rows), 1), _LAST)
+            low, high = _KNOTS[above - 1], _KNOTS[above]
+            part = max(0.0, (num_rows - low) / (high - low))
+            if part > 1.0:
+                parts_s[_LAST] += (part - 1.0) * max(0.0, means[_LAST] - means[_LAST - 1])
+                part = 1.0
+            parts_s[above - 1] += (1.0 - part) * means[above - 1]
+            parts_s[above] += part * means[above]
+        expected_s = sum(parts_s)
+        return expected_s, np.array(parts_s) / expected_s
+
+    def _note_outlier(self, surprise: float) -> None:
+        """Counts them, those of unexpectedly short steps down from 0."""
+        if abs(surprise) <= _BELIEVED:
+            self._outliers = 0
+        elif surprise > 0:
+            self._outliers = max(self._outliers, 0) + 1
+        else:
+            self._outliers = min(self._outliers, 0) - 1
 
     def _fit(self) -> None:
-        self._seconds = _isotonic(np.exp(self._logs), self._weights + 1e-6)
-        self._table = self._table[:0]
+        self._means: list[float] = np.exp(self._logs_J).tolist()
+        weights_J = 1.0 / self._covariance_JJ.diagonal()
+        self._seconds = _isotonic(self._means, weights_J.tolist())
+        self._table: Floats = np.zeros(0)
 
 
 class StepCosts:
@@ -123,27 +142,25 @@ class StepCosts:
             self.verify.observe([verify_rows], verify_s)
 
 
-def _line(knots: Floats, seconds: Floats, at: Floats) -> Floats:
+def _line(knots: Sequence[int], seconds: Sequence[float], at: NDArray[np.int64]) -> Floats:
     """Linear between knots, constant below the first, and beyond the last as between the last
     two."""
-    result: Any = np.interp(at, knots, seconds)
+    result: Floats = np.interp(at, knots, seconds)
     if len(knots) > 1:
         slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
-        result = result + np.maximum(at - knots[-1], 0.0) * slope
+        result += np.maximum(at - knots[-1], 0) * slope
     return result
 
 
-def _isotonic(values: Floats, weights: Floats) -> Floats:
+def _isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The never decreasing sequence nearest to `values` in weighted least squares: pool adjacent
     violators."""
-    if bool((values[1:] >= values[:-1]).all()):
-        return values
     pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+    for value, weight in zip(values, weights, strict=True):
         mean, total, length = value, weight, 1
         while pools and pools[-1][0] > mean:
             other, more, longer = pools.pop()
             mean = (mean * total + other * more) / (total + more)
             total, length = total + more, length + longer
         pools.append((mean, total, length))
-    return np.repeat([pool[0] for pool in pools], [pool[2] for pool in pools])
+    return [mean for mean, _, length in pools for _ in range(length)]

@@ -65,6 +65,17 @@ def test_rows_that_the_likeliest_tokens_do_not_decide_equal_the_reference(
     assert sampled == [reference_sample(*row, 7) for row in zip(logits, rows, strict=True)]
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.012])
+def test_logits_that_are_equal_once_tempered_stand_by_id_in_a_large_nucleus(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(30, 12_800, generator=generator) * 1e-8  # vanishes beside the maximum
+    logits[:, 5000] = 3.0
+    params = [SamplingParams(top_p=top_p, seed=seed) for seed in range(30)]
+    sampled = Sampler(12_800, CPU).sample(logits, params, [0] * 30).tolist()
+    assert sampled == [reference_sample(*row, 0) for row in zip(logits, params, strict=True)]
+    assert max(set(sampled) - {5000}) < (top_p + 0.01) * 12_800
+
+
 @pytest.mark.parametrize("vocab_size", [5, 700, 12_801])
 def test_rows_without_a_number_get_a_valid_id(vocab_size: int) -> None:
     logits = torch.randn(5, vocab_size)

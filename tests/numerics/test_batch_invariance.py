@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from hocket.kv.paged_cache import PagedCache
-from hocket.model import attention_invariant
+from hocket.model import attention_invariant, numerics
 from hocket.model.model_config import ModelConfig, YarnConfig
 from hocket.model.random_checkpoint import random_checkpoint
+from hocket.model.row_products import Agreement, HeadAgreement
 from hocket.model.step_inputs import StepInputs
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model
@@ -238,6 +239,38 @@ def test_bits_do_not_depend_on_where_long_work_is_cut(
     monkeypatch.setattr(attention_invariant, "GROUP_BYTES", 2**15)
     assert_bits_equal(alone(model, prompts), expected)
     assert_bits_equal(together(model, prompts, 5), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["small", "odd"])
+def test_bits_do_not_depend_on_company_where_no_kernel_lets_rows_share_a_product(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine without these kernels: tiles of rows, and units of one query."""
+    tiled = HeadAgreement(least_rows=None, of_tables=False)
+    monkeypatch.setattr(numerics, "can_share_rows", lambda *_: False)
+    monkeypatch.setattr(numerics, "share_rows", lambda *_: None)
+    monkeypatch.setattr(numerics, "agreement_of", lambda _: Agreement(False, False))
+    monkeypatch.setattr(numerics, "agreement_of_heads", lambda _: tiled)
+    monkeypatch.setattr(attention_invariant, "least_rows", lambda *_: None)
+    attention_invariant.blocks_per_sum.cache_clear()
+    random_checkpoint(CONFIGS[name], tmp_path, 3, dtype)
+    model = load_model(tmp_path, batch_invariant=True)
+    prompts = prompts_of(1)
+    assert_bits_equal(together(model, prompts, 0), alone(model, prompts))
+    attention_invariant.blocks_per_sum.cache_clear()
+
+
+def test_kernels_that_never_agree_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the trial can fail: here rows are added in an order that depends on their number."""
+
+    def uneven(query: torch.Tensor, context: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if query.shape[1] % 2:
+            query, context = query.flip(-1), context.flip(-1)
+        return torch.baddbmm(bias, query, context.transpose(1, 2))
+
+    monkeypatch.setattr(attention_invariant, "_scores", uneven)
+    assert attention_invariant.least_rows.__wrapped__(160, 64) is None
 
 
 def test_fast_mode_fails_this_check(tmp_path: Path) -> None:
