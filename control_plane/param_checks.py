@@ -33,18 +33,19 @@ class _Range:
     def checked(self, field: str, value: float) -> float:
         """The value. Raises InvalidRequest when it is outside or NaN."""
         # Written so that a NaN is refused too.
-        if self.low <= value <= self.high and not (self.is_above and value == self.low):
+        shown = _shown(value)
+        if self.low <= shown <= self.high and not (self.is_above and value == self.low):
             return value
         limit = f"between {self.low:g} and {self.high:g}"
         if self.is_above:
             limit = f"above {self.low:g} and at most {self.high:g}"
-        raise InvalidRequest(field, _shown(value), limit)
+        raise InvalidRequest(field, shown, limit)
 
 
 _TEMPERATURE = _Range(0, 100)
 _SHARE = _Range(0, 1)
 _POSITIVE_SHARE = _Range(0, 1, is_above=True)
-_FACTOR = _Range(0, 2, is_above=True)
+_FACTOR = _Range(0.01, 2)
 _PENALTY = _Range(-2, 2)
 _BIAS = _Range(-100, 100)
 

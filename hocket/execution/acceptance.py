@@ -20,16 +20,18 @@ from hocket.execution.sequence import Sequence
 
 
 class Acceptance:
-    """Which drafts are accepted beyond the right ones."""
+    """Which drafts are accepted, where the right ones alone are not."""
 
     def __init__(self, sampler: Sampler, synthetic_rate: float = 0.0) -> None:
         self._sampler = sampler
         self._synthetic_rate = synthetic_rate
 
-    def keeps(self, sequence: Sequence, drafts: Seq[int], logits_KV: Tensor) -> list[bool]:
-        """For each draft whether it is kept whatever the target says; empty: none is.
+    def keeps(
+        self, sequence: Sequence, drafts: Seq[int], sampled: Seq[int], logits_KV: Tensor
+    ) -> list[bool]:
+        """For each draft whether it is kept, right or not; empty: the right ones are.
 
-        `logits_KV` are those that the target samples from at the drafts' positions.
+        `sampled` is what the target says at the drafts' positions, `logits_KV` what it says it by.
         """
         sampling = sequence.sampling
         if self._synthetic_rate > 0.0:
@@ -44,4 +46,6 @@ class Acceptance:
             max=sampling.acceptance.epsilon
         )
         drafts_K1 = torch.tensor(drafts, device=logits_KV.device)[:, None]
-        return (probabilities_KV.gather(1, drafts_K1)[:, 0] > limit_K).tolist()
+        is_typical = (probabilities_KV.gather(1, drafts_K1)[:, 0] > limit_K).tolist()
+        triples = zip(is_typical, drafts, sampled, strict=False)
+        return [typical or draft == token for typical, draft, token in triples]

@@ -57,6 +57,8 @@ class Trials(Protocol):
 class _Entry:
     future: Future[CompiledGrammar]
     num_bytes: int
+    num_waiting: int = 0
+    has_begun: bool = False
     is_finished: bool = False
     expires_at_s: float = float("inf")
 
@@ -103,7 +105,8 @@ class GrammarCompiler:
         return cls(lambda: GrammarLibrary(*arguments), trials, settings, SystemClock())
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The grammar, compiled; the same future for all who ask for the same.
+        """The grammar, compiled; the same future for all who ask for the same. Who does not want it
+        any more calls `abandon`.
 
         Raises InvalidRequest when it is too long and Overloaded when too many wait. The future
         raises InvalidRequest with what is wrong with the grammar, or the limit that it exceeds.
@@ -120,10 +123,11 @@ class GrammarCompiler:
             entry = self._entries.get(grammar)
             if entry is not None and self._clock.now() < entry.expires_at_s:
                 self._entries.move_to_end(grammar)
+                entry.num_waiting += 1
                 return entry.future
             if self._num_unfinished >= NUM_LANES + most.max_waiting:
                 raise Overloaded(f"{most.max_waiting} grammars wait to be compiled already.")
-            entry = _Entry(Future(), num_bytes)
+            entry = _Entry(Future(), num_bytes, num_waiting=1)
             entry.future.set_running_or_notify_cancel()  # nobody may cancel it for the others
             self._entries[grammar] = entry
             self._entries.move_to_end(grammar)
@@ -133,6 +137,18 @@ class GrammarCompiler:
                 self._num_lanes += 1
                 threading.Thread(target=self._run_lane, name="grammars", daemon=True).start()
         return entry.future
+
+    def abandon(self, grammar: Grammar) -> None:
+        """One who asked for it is gone. What nobody waits for any more makes room in the queue; one
+        that is being compiled already is kept for the next."""
+        with self._lock:
+            entry = self._entries.get(grammar)
+            if entry is None or entry.is_finished:
+                return
+            entry.num_waiting -= 1
+            is_unwanted = not (entry.num_waiting or entry.has_begun)
+        if is_unwanted:
+            self._finish(entry, WorkerUnavailable("Nobody waits for this grammar any more."))
 
     def close(self) -> None:
         """Ends the process of the trials; what is unfinished fails. Safe to call again."""
@@ -148,6 +164,10 @@ class GrammarCompiler:
     def _run_lane(self) -> None:
         while (job := self._waiting.get()) is not None:
             grammar, entry = job
+            with self._lock:
+                if entry.is_finished:
+                    continue
+                entry.has_begun = True
             try:
                 self._finish(entry, self._compile(grammar))
             except HocketError as error:

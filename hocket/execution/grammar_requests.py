@@ -23,6 +23,8 @@ class Compiles(Protocol):
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]: ...
 
+    def abandon(self, grammar: Grammar) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -34,11 +36,13 @@ class GrammarRequests:
         self._compiler = compiler
         self._pending: dict[RequestKey, Future[CompiledGrammar]] = {}
         self._compiled: dict[RequestKey, CompiledGrammar] = {}
+        self._wanted: dict[RequestKey, Grammar] = {}
 
     def take_in(self, request: StartRequest) -> bool:
         """Whether the request has to wait until `take_ready` names it."""
         if request.sampling.grammar is None:
             return False
+        self._wanted[request.key] = request.sampling.grammar
         self._pending[request.key] = self._compile(request.sampling.grammar)
         return True
 
@@ -63,8 +67,10 @@ class GrammarRequests:
 
     def discard(self, key: RequestKey) -> None:
         """The request is over; one without a grammar is no error."""
-        self._pending.pop(key, None)
         self._compiled.pop(key, None)
+        if self._pending.pop(key, None) is not None and self._compiler is not None:
+            self._compiler.abandon(self._wanted[key])
+        self._wanted.pop(key, None)
 
     def _compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         error: HocketError

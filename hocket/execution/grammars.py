@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from torch import Tensor
 from hocket.errors import InternalError, InvalidRequest
 from hocket.request_params import Grammar
 
-# CPU time that following one output may take. Usual grammars take microseconds a token; an
-# ambiguous one can take ever longer, and every sequence of the batch waits for it.
+# CPU time that following all outputs of a grammar may take. Usual grammars take microseconds a
+# token; an ambiguous one can take ever longer, and every sequence of the batch waits for it.
 SPARE_CPU_S = 1.0
 TOKEN_CPU_S = 0.01
 
@@ -41,7 +41,8 @@ class CompiledGrammar:
     """A grammar over one model's vocabulary of `vocab_size` tokens; sequences share it.
 
     Its outputs end with one of `stop_token_ids`, the model's own end tokens. `handle` is xgrammar's
-    object, `num_bytes` what it says that it holds.
+    object, `num_bytes` what it says that it holds. `spent` is what all its sequences have cost: a
+    grammar that costs too much is refused for all of them, and for those that ask for it later.
     """
 
     grammar: Grammar
@@ -49,6 +50,15 @@ class CompiledGrammar:
     stop_token_ids: frozenset[int]
     vocab_size: int
     num_bytes: int
+    spent: Spent = field(default_factory=lambda: Spent())
+
+
+@dataclass(slots=True)
+class Spent:
+    """CPU seconds, and the tokens that were followed in them."""
+
+    cpu_s: float = 0.0
+    num_tokens: int = 0
 
 
 class GrammarState:
@@ -72,7 +82,6 @@ class GrammarState:
         self._ahead: list[int] = []  # accepted tokens that are not committed
         self._num_past_end = 0  # tokens after the first end token; the matcher has not seen them
         self._cpu_time = cpu_time
-        self._cpu_s = 0.0
         self.commit(output_tokens)
 
     @property
@@ -99,7 +108,7 @@ class GrammarState:
             if not self._accept(token):
                 break
             self._ahead.append(token)
-        self._charge(started)
+        self._charge(started, max(0, len(self._ahead) - common))
         return len(self._ahead) == len(tokens)
 
     def commit(self, tokens: Seq[int]) -> None:
@@ -148,14 +157,15 @@ class GrammarState:
         if num_tokens > num_past_end:
             self._matcher.rollback(num_tokens - num_past_end)
 
-    def _charge(self, started: float) -> None:
-        self._cpu_s += self._cpu_time() - started
-        num_tokens = self._num_committed + len(self._ahead)
-        if self._cpu_s > SPARE_CPU_S + TOKEN_CPU_S * num_tokens:
+    def _charge(self, started: float, num_tokens: int = 0) -> None:
+        spent = self._compiled.spent
+        spent.cpu_s += self._cpu_time() - started
+        spent.num_tokens += num_tokens
+        most_s = SPARE_CPU_S + TOKEN_CPU_S * spent.num_tokens
+        if spent.cpu_s > most_s:
             limit = (
-                f"a grammar whose {num_tokens} first tokens are followed in "
-                f"{SPARE_CPU_S + TOKEN_CPU_S * num_tokens:g} s, not {self._cpu_s:.2g}; "
-                "one with fewer ambiguities and repetition counts may be"
+                f"a grammar of which {spent.num_tokens} tokens are followed in {most_s:g} s, not "
+                f"{spent.cpu_s:.2g}; a less ambiguous one may be"
             )
             raise refusal(self._compiled.grammar, limit)
 

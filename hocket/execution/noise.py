@@ -19,7 +19,7 @@ Shape letters: N rows, C tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,24 +55,38 @@ def gumbel_noise(keys_N: Tensor, token_ids_NC: Tensor) -> Tensor:
 
 def uniforms(keys_N: Tensor, token_ids_NC: Tensor) -> Tensor:
     """The uniform values behind the noise, float64 [N, C], in [2**-53, 1 - 2**-53]."""
-    z_NC = _mix_but_last_step(token_ids_NC.add(1).mul_(_signed(_GOLDEN)) + keys_N[:, None])
-    z_NC ^= _shifted(z_NC, 31)
-    return _shifted(z_NC, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    z_NC = token_ids_NC.add(1).mul_(_signed(_GOLDEN)) + keys_N[:, None]
+    scratch_NC = torch.empty_like(z_NC)
+    _mix_but_last_step(z_NC, scratch_NC)
+    z_NC ^= _shifted(z_NC, 31, scratch_NC)
+    return _shifted(z_NC, 12, scratch_NC).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
-def may_reach(keys_N: Tensor, first_ids_N: Tensor, width: int, bounds_N: Tensor) -> Tensor:
-    """Which of the `width` tokens from a first id on have noise of at least `bounds_N` (float64),
-    bool [N, width]: all that have, and one in 2**30 of the others.
+def may_reach(
+    keys_N: Tensor, first_ids_N: Tensor, width: int, bounds_N: Tensor, rows_together: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Which of the `width` tokens from a first id on have noise of at least `bounds_N` (float64):
+    all that have, and one in 2**30 of the others.
 
-    Noise grows with the hash, so its upper bits are compared, and no logarithm is taken.
+    Comes for a few rows at a time: the number of the first row, and a mask, int8 [rows, width],
+    which the next one overwrites. Noise grows with the hash, so its upper bits are compared, and no
+    logarithm is taken.
     """
     offsets_C = torch.arange(width, device=keys_N.device) * _signed(_GOLDEN)
-    z_NC = ((first_ids_N + 1) * _signed(_GOLDEN) + keys_N)[:, None] + offsets_C
-    z_NC = _mix_but_last_step(z_NC)  # the last step keeps the upper 31 bits
-    z_NC ^= -(2**63)  # now the signed order is that of the unsigned values
+    start_N = (first_ids_N + 1) * _signed(_GOLDEN) + keys_N
     share_N = torch.expm1(-torch.exp(-bounds_N)).neg_()  # of uniform values that reach the bound
     least_N = 2.0**63 - 2.0**34 - share_N * (2.0**64 * (1 + 1e-9))
-    return z_NC >= least_N.clamp_(min=-(2.0**63)).to(torch.int64)[:, None]
+    least_N = least_N.clamp_(min=-(2.0**63)).to(torch.int64)
+    shape = (rows_together, width)
+    z_NC, scratch_NC = start_N.new_empty(shape), start_N.new_empty(shape)
+    mask_NC = start_N.new_empty(shape, dtype=torch.int8)  # bool takes longer on a CPU
+    for first in range(0, len(keys_N), rows_together):
+        part = slice(first, first + rows_together)
+        rows = len(keys_N[part])
+        z = torch.add(start_N[part, None], offsets_C, out=z_NC[:rows])
+        _mix_but_last_step(z, scratch_NC[:rows])  # the last step keeps the upper 31 bits
+        z ^= -(2**63)  # now the signed order is that of the unsigned values
+        yield first, torch.ge(z, least_N[part, None], out=mask_NC[:rows])
 
 
 def position_uniform(seed: int, choice: int, position: int) -> float:
@@ -86,18 +100,17 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _mix_but_last_step(z: Tensor) -> Tensor:
+def _mix_but_last_step(z: Tensor, scratch: Tensor) -> None:
     """`_mix` in place up to its last xor."""
-    z ^= _shifted(z, 30)
+    z ^= _shifted(z, 30, scratch)
     z *= _signed(_MULTIPLIER_1)
-    z ^= _shifted(z, 27)
+    z ^= _shifted(z, 27, scratch)
     z *= _signed(_MULTIPLIER_2)
-    return z
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shifted(z: Tensor, bits: int, out: Tensor) -> Tensor:
     """Logical right shift: torch's `>>` on int64 copies the sign."""
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -34,11 +34,11 @@ from hocket.types import FinishReason, RequestKey
 def accept(drafts: Seq[int], sampled: Seq[int], is_kept: Seq[bool] = ()) -> list[int]:
     """The tokens that a step emits: the right drafts, then the target's own next sample.
 
-    `sampled` has one entry more than `drafts`. A draft with `is_kept` is accepted though the target
-    said otherwise (lossy and synthetic acceptance); none is by default.
+    `sampled` has one entry more than `drafts`. Where `is_kept` is given, it says which drafts are
+    accepted, whatever the target said (lossy and synthetic acceptance).
     """
     for index, draft in enumerate(drafts):
-        if draft != sampled[index] and not (is_kept and is_kept[index]):
+        if not (is_kept[index] if is_kept else draft == sampled[index]):
             return [*drafts[:index], sampled[index]]
     return [*drafts, sampled[len(drafts)]]
 

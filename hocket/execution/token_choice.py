@@ -62,8 +62,9 @@ class TokenChoice:
         emitted: list[list[int]] = []
         for sequence, proposed, span in zip(sequences, drafts, spans, strict=True):
             rows_KV = constrained_TV[span.start : span.stop - 1]
-            is_kept = self._acceptance.keeps(sequence, proposed, rows_KV)
-            emitted.append(accept(proposed, sampled[span.start : span.stop], is_kept))
+            here = sampled[span.start : span.stop]
+            is_kept = self._acceptance.keeps(sequence, proposed, here, rows_KV)
+            emitted.append(accept(proposed, here, is_kept))
         logprobs = self._logprobs(logits_TV, sequences, emitted, spans)
         return [Emitted(*pair) for pair in zip(emitted, logprobs, strict=True)]
 

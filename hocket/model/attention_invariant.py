@@ -1,7 +1,7 @@
 """Batch-invariant attention: a query's result depends on its own context alone, bit for bit.
 
-The unit of work is a few neighbouring queries of one sequence and the blocks of its context. All its
-scores are one product; weighted entries are added in order, a fixed number of blocks at a time.
+The unit of work is a few neighbouring queries of one sequence and the blocks of its context. All
+its scores are one product; weighted entries are added in order, a fixed number of blocks at a time.
 Slots behind a query's own context, of other queries of its unit or of a longer unit beside it, add
 exact zeros. So neither the length of the chunk, nor the company, nor the number of blocks that
 other queries have can change the order of a sum. All in fp32.
@@ -31,12 +31,13 @@ from hocket.model.step_inputs import StepInputs
 
 MAX_SHORT_QUERIES = 8
 """A sequence with more queries is cut at the ends of its blocks, into units of their own size."""
-GROUP_BYTES = 2**22
-"""Of a group's entries in fp32, about what a core's cache holds; a unit with more is a group of its
-own."""
-HIDDEN_SCORE = -1e30
+MAX_UNIT_PAIRS = 8192
+"""Of a query and a block: bounds the memory of a unit's scores."""
+GROUP_BYTES = 2**23
+"""Bounds a group's entries in fp32; a unit with more is a group of its own."""
+HIDDEN_SCORE = -3e38
 """Gives a weight of exactly 0."""
-_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512)
+_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512, 2048)
 _MAX_LEAST_ROWS = 16
 
 
@@ -92,12 +93,9 @@ def _softmax_agrees(size: int) -> bool:
 
 
 @cache
-def blocks_per_sum(width: int, size: int) -> int:
-    """Over how many blocks one product may add weighted entries: from `least_rows` on a row's bits
+def blocks_per_sum(width: int, size: int, least: int) -> int:
+    """Over how many blocks one product may add weighted entries: from `least` rows on a row's bits
     must be its own, and fewer blocks must be the same as zero weights for the others. Tried."""
-    least = least_rows(width, size)
-    if least is None:
-        return 1
     generator = torch.Generator().manual_seed(3)
     weights_RM = torch.rand(_ROW_COUNTS[-1], 4 * size, generator=generator)
     entries_MW = torch.randn(4 * size, width, generator=generator)
@@ -140,15 +138,11 @@ def _weights(scores_URM: torch.Tensor, size: int) -> torch.Tensor:
     return weights_URM.div_(totals)
 
 
-def _sum_blocks(
-    weights_URM: torch.Tensor, values_UML: torch.Tensor, num_slots: int
-) -> torch.Tensor:
-    """Weighted values [U, R, L], added in order, so many slots in a product."""
-    if weights_URM.shape[-1] <= num_slots:
-        return torch.bmm(weights_URM, values_UML)
-    latent_URL = torch.bmm(weights_URM[..., :num_slots], values_UML[:, :num_slots])
-    for start in range(num_slots, weights_URM.shape[-1], num_slots):
-        end = start + num_slots
+def _sum_blocks(weights_URM: torch.Tensor, values_UML: torch.Tensor, step: int) -> torch.Tensor:
+    """Weighted values [U, R, L], added in order, `step` slots in a product."""
+    latent_URL = torch.bmm(weights_URM[..., :step], values_UML[:, :step])
+    for start in range(step, weights_URM.shape[-1], step):
+        end = start + step
         latent_URL.baddbmm_(weights_URM[..., start:end], values_UML[:, start:end])
     return latent_URL
 
@@ -183,7 +177,7 @@ class UnitGroup:
         if self.least_rows is None:
             parts = zip(context_UMW.split(size, 1), bias_URM.split(size, -1), strict=True)
             scores_URM = torch.cat([_scores(query_URW, c, bias) for c, bias in parts], -1)
-            weights_URM = _weights(scores_URM, size)
+            weights_URM, step = _weights(scores_URM, size), size
         else:
             missing = (0, 0, 0, max(0, self.least_rows - num_rows))
             if missing[-1]:
@@ -191,8 +185,8 @@ class UnitGroup:
                 bias_URM = bias_URM if num_queries == 1 else F.pad(bias_URM, missing)
             scores_URM = _scores(query_URW, context_UMW, bias_URM)
             weights_URM = torch.softmax(scores_URM, -1)
-        num_slots = size * blocks_per_sum(width, size)
-        latent_URL = _sum_blocks(weights_URM, context_UMW[..., :latent_width], num_slots)
+            step = size * blocks_per_sum(width, size, self.least_rows)
+        latent_URL = _sum_blocks(weights_URM, context_UMW[..., :latent_width], step)
         return latent_URL[:, :num_rows].reshape(-1, num_heads, latent_width)
 
 
@@ -263,8 +257,12 @@ def _units(inputs: StepInputs, size: int, is_free: bool) -> list[Unit]:
         end = first + length
         is_short = length <= MAX_SHORT_QUERIES
         while first < end:
-            stop = end if is_short else min(end, (first // size + 1) * size)
-            stop = stop if is_free else first + 1
+            stop = end
+            if not is_free:
+                stop = first + 1
+            elif not is_short:
+                block = first // size
+                stop = min(end, (block + 1) * size, first + 1 + MAX_UNIT_PAIRS // (block + 1))
             units.append(Unit(sequence, row, stop - first, (stop - 1) // size + 1, is_short))
             row += stop - first
             first = stop

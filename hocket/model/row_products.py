@@ -3,10 +3,10 @@
 Batch-invariant mode could compute every product in tiles of one shape, and does where it must. But
 the kernels taken here compute a row's product with a column as one chain of fused multiply-adds,
 input by input, and differ only in how many chains they keep in registers at once: FBGEMM for bf16
-weights (in fp16, see `packed_head`), oneDNN for fp32 ones, and the sums of table rows
+weights (in fp16, see `packed_head`), oneDNN and MKL for fp32 ones, and the sums of table rows
 (`row_tables`), which are faster for very few rows. So all of them give a row the same bits.
 
-Nobody promises that. `can_share_rows` tries it, once for each shape of a matrix.
+Nobody promises that. `agreement_of` tries it, once for each shape of a matrix.
 
 Shape letters: T rows, K inputs, N outputs.
 """
@@ -29,7 +29,7 @@ MAX_PROBED_OUTPUTS = 2048
 MAX_LEAST_ROWS = 16
 """Kernels for fewer rows add in another order; up to this many are filled up with zeros."""
 _ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 33, 64, 200)
-_HEAD_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512)
+_HEAD_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512, 2048)
 
 
 class RowProduct(Protocol):

@@ -2,10 +2,10 @@
 
 For a given number of draft passes D, drafts are given in the order of their survival. It falls with
 depth, so the first m of this order may stand together, and no m others bring more tokens. All
-(D, m) are priced at once. When a draft pass costs linearly by rows, the best of them is the best of
-all plans; for any costs it is at least as good as giving everyone the same number. Where the
-slowest request has a target, the order in which each draft goes to the request that has least is
-looked at, too.
+(D, m) are priced at once. When a draft pass costs linearly by rows (and there is one MTP module),
+the best of them is the best of all plans; for any costs it is at least as good as giving everyone
+the same number. Where the slowest request has a target, the order in which each draft goes to the
+request that has least is looked at, too.
 
 The first draft pass writes the MTP entries of tokens emitted since a request's last drafts, one at
 least; it is priced with one row for each request that drafts. To charge what has piled up to the

@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Point = tuple[int, float]
 
-_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Four to an octave where tiles of rows show.
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192,
+          256, 320, 384, 512, 768, 1024)  # fmt: skip
 _LAST = len(_KNOTS) - 1
 # Standard deviations, as parts of the seconds: of one step's time; of what was measured at start-up
 # from the truth in service; of what is not measured any more, in the end and after a shift.
@@ -36,9 +38,9 @@ _START = 0.15
 _STALE = 0.3
 # Part of its way to `_STALE` that uncertainty goes in a step.
 _FADES = 1e-4
-# Most of a deviation (a logarithm) that one step is believed, and how many beyond it to one side,
-# one after another, are no hiccups but a shift.
-_BELIEVED = 0.25
+# Standard deviations that a step is believed at most, and how many steps beyond it to one side, one
+# after another, are no hiccups but a shift.
+_BELIEVED = 2.0
 _HICCUPS = 5
 # Knots move together: in this part all, in the rest less by each octave of rows between them.
 _COMMON = 0.7
@@ -74,17 +76,21 @@ class CostCurve:
     def observe(self, rows: Sequence[int], seconds: float) -> None:
         """Passes of so many rows each took `seconds` in all."""
         expected_s, shares_J = self._expect(rows)
-        surprise = math.log(max(seconds, 1e-9) / expected_s)
-        self._note_outlier(surprise)
-        has_shifted = abs(self._outliers) > _HICCUPS
-        fades = 0.5 if has_shifted else _FADES
+        fades = 0.5 if abs(self._outliers) > _HICCUPS else _FADES
         self._covariance_JJ *= 1.0 - fades
         self._covariance_JJ += fades * _STALE**2 * _TOGETHER_JJ
 
         told_J = self._covariance_JJ @ shares_J
         variance = float(shares_J @ told_J) + _NOISE**2
-        self._logs_J += told_J * (min(max(surprise, -_BELIEVED), _BELIEVED) / variance)
-        self._covariance_JJ -= np.outer(told_J, told_J / variance)
+        surprise = math.log(max(seconds, 1e-9) / expected_s)
+        believed = min(1.0, _BELIEVED * math.sqrt(variance) / max(abs(surprise), 1e-9))
+        self._logs_J += told_J * (believed * surprise / variance)
+        self._covariance_JJ -= np.outer(told_J, told_J * (believed / variance))
+        if believed == 1.0:
+            self._outliers = 0
+        else:
+            before = max(self._outliers, 0) if surprise > 0 else min(self._outliers, 0)
+            self._outliers = before + (1 if surprise > 0 else -1)
         self._fit()
 
     def _expect(self, rows: Sequence[int]) -> tuple[float, Floats]:
@@ -101,15 +107,6 @@ class CostCurve:
             parts_s[above] += part * means[above]
         expected_s = sum(parts_s)
         return expected_s, np.array(parts_s) / expected_s
-
-    def _note_outlier(self, surprise: float) -> None:
-        """Counts them, those of unexpectedly short steps down from 0."""
-        if abs(surprise) <= _BELIEVED:
-            self._outliers = 0
-        elif surprise > 0:
-            self._outliers = max(self._outliers, 0) + 1
-        else:
-            self._outliers = min(self._outliers, 0) - 1
 
     def _fit(self) -> None:
         self._means: list[float] = np.exp(self._logs_J).tolist()

@@ -29,6 +29,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 65}, "n", "65"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "21"),
     ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty", "0.0"),
+    ({"sampling": {"repetition_penalty": 0.001}}, "sampling.repetition_penalty", "0.001"),
     ({"sampling": {"repetition_penalty": 2.1}}, "sampling.repetition_penalty", "2.1"),
     ({"sampling": {"frequency_penalty": -2.1}}, "sampling.frequency_penalty", "-2.1"),
     ({"sampling": {"presence_penalty": 2.5}}, "sampling.presence_penalty", "2.5"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,28 @@ def test_equal_requests_at_a_time_compile_once(rig: Rig) -> None:
     assert len({id(future.result(WAIT_S)) for future in futures}) == 1
     assert rig.compiler.compile(_regex("a")).result(WAIT_S) is futures[0].result()
     assert rig.library.compiled == {"a": 1}
+
+
+def test_what_nobody_waits_for_any_more_leaves_the_queue(rig: Rig) -> None:
+    rig.trials.gate.clear()
+    begun = [rig.compiler.compile(_regex(source)) for source in "ab"]
+    while len(rig.trials.tried) < 2:
+        time.sleep(0.01)
+    waiting = [rig.compiler.compile(_regex(source)) for source in "cdec"]
+    with pytest.raises(Overloaded):
+        rig.compiler.compile(_regex("f"))
+    rig.compiler.abandon(_regex("c"))  # one of the two that wait for it
+    assert not waiting[0].done()
+    for source in "adc":  # one that is being compiled, one that waits, and the other one
+        rig.compiler.abandon(_regex(source))
+    assert isinstance(waiting[0].exception(WAIT_S), WorkerUnavailable)
+    assert isinstance(waiting[1].exception(WAIT_S), WorkerUnavailable)
+    later = rig.compiler.compile(_regex("f"))
+    rig.trials.gate.set()
+    for future in (*begun, waiting[2], later):
+        future.result(WAIT_S)
+    assert set(rig.trials.tried) == set("abef")
+    assert rig.compiler.compile(_regex("c")).result(WAIT_S).grammar == _regex("c")
 
 
 def test_the_kind_counts_as_well_as_the_text(rig: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import count
 from random import Random
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hocket.errors import InternalError, InvalidRequest
 from hocket.execution.grammars import (
     GrammarState,
+    Spent,
     allowed_tokens,
     apply_masks,
     empty_masks,
@@ -189,14 +191,20 @@ def test_a_dead_end_is_an_error_that_names_the_grammar() -> None:
         state.commit(_ids("c"))
 
 
-def test_a_grammar_that_costs_too_much_time_is_refused() -> None:
+def test_a_grammar_that_costs_too_much_time_is_refused_to_all_who_use_it() -> None:
     clock = count(step=0.25)
-    state = GrammarState(compiled(ANY_TEXT), cpu_time=lambda: next(clock))
+    grammar = replace(compiled(ANY_TEXT), spent=Spent())
+    other = GrammarState(grammar)
+    state = GrammarState(grammar, cpu_time=lambda: next(clock))
     assert state.seek(_ids("a"))
     for _ in range(2):
         mask(state)
     with pytest.raises(InvalidRequest, match=r"grammar\.regex .* are followed in 1\.01 s"):
         mask(state)
+    with pytest.raises(InvalidRequest, match="a less ambiguous one"):
+        mask(other)
+    with pytest.raises(InvalidRequest, match="a less ambiguous one"):
+        GrammarState(grammar)
 
 
 def test_masks_of_rows_follow_their_drafts() -> None:

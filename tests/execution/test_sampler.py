@@ -265,3 +265,17 @@ def test_logprobs_are_of_the_raw_logits_best_first() -> None:
     )
     assert second.top == ()
     assert second.logprob == pytest.approx(-math.log(4), abs=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_chooses_the_same_tokens() -> None:
+    random = Random(5)
+    same: list[bool] = []
+    for vocab_size in (700, 50_257):
+        logits = random_logits(random, 64, vocab_size)
+        params = [random_params(random, vocab_size) for _ in range(64)]
+        on_cpu = Sampler(vocab_size, CPU).sample(logits, params, range(64))
+        cuda = torch.device("cuda")
+        on_cuda = Sampler(vocab_size, cuda).sample(logits.to(cuda), params, range(64))
+        same += (on_cpu == on_cuda.cpu()).tolist()
+    assert sum(same) >= len(same) - 1  # float64 logarithms may differ in their last bit
