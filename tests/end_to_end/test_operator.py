@@ -56,7 +56,13 @@ def test_one_search_follows_a_request_through_all_processes(up: Running) -> None
 def test_a_status_shows_what_is_there(up: Running) -> None:
     up.ask(generation.GenerateRequest(text="Return the"))
     address = up.serving.admin_address
-    told = json.loads(hocket("status", "--json", "--address", address))
+    told: dict[str, Any] = {}
+
+    def tells_of_pools() -> bool:
+        told.update(json.loads(hocket("status", "--json", "--address", address)))
+        return "pools" in told
+
+    until(tells_of_pools, 30, "whoever runs the pools has said so")
     assert told["pools"]["prefill"] == {"size": 1, "ready": 1, "starting": 0, "draining": 0}
     assert told["pools"]["age_s"] < 30
     assert told["store_fault"] == ""

@@ -24,6 +24,7 @@ from hocket.errors import (
     ModelNotFound,
     WorkerUnavailable,
 )
+from hocket.execution.model_setup import AUTO_DRAFT_TOKENS
 from hocket.model.model_config import BLOCK_TOKENS
 from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
@@ -55,7 +56,8 @@ def test_it_serves_what_it_says(up: Running) -> None:
     model = up.with_client(story)
     assert model.name == "hocket-tiny"
     assert model.has_mtp
-    assert model.max_draft_tokens == up.config.decode.draft_tokens
+    assert up.config.decode.draft_tokens == -1
+    assert model.max_draft_tokens == AUTO_DRAFT_TOKENS
     assert {w.worker_id for w in up.serving.workers} == {"prefill-0", "decode-0"}
 
 
