@@ -1,0 +1,74 @@
+"""Claims about cost curves: never decreasing, steady against hiccups, quick after drift."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hocket.scheduling.step_costs import CostCurve, Point
+
+FLAT_THEN_LINEAR = [(1, 0.020), (16, 0.020), (32, 0.030), (64, 0.050)]
+
+points = st.lists(st.tuples(st.integers(1, 600), st.floats(1e-5, 10.0)), min_size=1, max_size=8)
+steps = st.lists(
+    st.tuples(st.lists(st.integers(1, 2000), min_size=1, max_size=5), st.floats(1e-5, 10.0)),
+    max_size=30,
+)
+
+
+def seconds(curve: CostCurve, rows: int) -> float:
+    return float(curve.table(rows)[rows])
+
+
+@given(points, steps)
+@settings(max_examples=60, deadline=None)
+def test_more_rows_never_cost_less(
+    measured: list[Point], observed: list[tuple[list[int], float]]
+) -> None:
+    curve = CostCurve(measured)
+    for rows, step_s in observed:
+        curve.observe(rows, step_s)
+        table = curve.table(1500).tolist()
+        assert table[0] == table[1] > 0
+        assert all(low <= high for low, high in itertools.pairwise(table))
+
+
+def test_between_points_a_curve_is_linear_and_beyond_the_last_goes_on() -> None:
+    curve = CostCurve(FLAT_THEN_LINEAR)
+    for rows, expected_s in [(1, 0.020), (12, 0.020), (24, 0.025), (64, 0.050), (128, 0.090)]:
+        assert seconds(curve, rows) == pytest.approx(expected_s)
+    assert seconds(curve, 2000) == pytest.approx(0.050 + (2000 - 64) * 0.020 / 32)
+
+
+def test_one_point_makes_a_flat_curve() -> None:
+    curve = CostCurve([(4, 0.010)])
+    assert seconds(curve, 1) == seconds(curve, 500) == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("measured", [[], [(0, 1.0)], [(1, 0.0)], [(1, float("nan"))]])
+def test_points_that_mean_nothing_are_refused(measured: list[Point]) -> None:
+    with pytest.raises(ValueError, match="cost curve"):
+        CostCurve(measured)
+
+
+def test_points_that_fall_are_levelled() -> None:
+    curve = CostCurve([(1, 0.030), (2, 0.010), (4, 0.040)])
+    assert seconds(curve, 1) == seconds(curve, 2) == pytest.approx(0.020)
+
+
+def test_a_hiccup_hardly_moves_a_curve() -> None:
+    curve = CostCurve(FLAT_THEN_LINEAR)
+    for _ in range(100):
+        curve.observe([24], 0.025)
+    curve.observe([24], 0.250)
+    assert seconds(curve, 24) == pytest.approx(0.025, rel=0.01)
+
+
+def test_a_wrong_start_is_corrected_by_few_steps() -> None:
+    curve = CostCurve([(1, 0.001), (64, 0.001)])
+    for _ in range(150):
+        curve.observe([32], 0.010)
+    assert seconds(curve, 32) == pytest.approx(0.010, rel=0.1)
