@@ -8,7 +8,7 @@ Chosen is what emits most tokens per second of step time: drafts go to the reque
 to keep them, and to nobody where they do not pay. The engine asks before each step and afterwards
 tells what became of the drafts and how long the step took.
 
-What is not tried is not learned: now and then a step probes a draft more (draft_probes.py).
+What is not tried is not learned: now and then a step probes a draft more or less (draft_probes.py).
 
 Pure: no clock, no chance; the same story gives the same decisions.
 """
@@ -88,11 +88,15 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class FixedDrafts:
+    """The policy's number for everyone, as far as there is room."""
+
     drafts_B: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveDrafts:
+    """Plans of every depth, and the probes."""
+
     plans: DraftPlans
     probes: ProbePair
 

@@ -95,7 +95,7 @@ class DraftPlans:
         at = (self._positions_K1[:, 0], self._best_K)
         best = (tokens_KM[at].tolist(), slowest_KM[at].tolist(), seconds_KM[at].tolist())
         slowest = 1.0 if batch.size else math.inf
-        nothing = Price(batch.size, slowest, float(tables.verify[batch.size]))
+        nothing = Price(float(batch.size), slowest, float(tables.verify[batch.size]))
         self.prices = [nothing, *map(Price, *best)]
 
     def drafts(self, depth: int) -> Ints:

@@ -60,8 +60,8 @@ class Probes:
         more_B = np.minimum(base_B + 1, plans.batch.caps_B)
         fewer_B = np.maximum(base_B - 1, 0)
         # Who has had no drafts for long has many rows to catch up on.
-        late_rows = int((pending_B - 1)[(base_B == 0) & (more_B > 0)].sum())
-        more = plans.price(more_B, min(depth + 1, plans.max_depth), late_rows)
+        late_B = np.maximum(pending_B - 1, 0) * (base_B < np.minimum(more_B, 1))
+        more = plans.price(more_B, min(depth + 1, plans.max_depth), int(late_B.sum()))
         fewer = plans.price(fewer_B, max(depth - 1, 0))
         tells_more, tells_less = bool((more_B > base_B).any()), bool((fewer_B < base_B).any())
         return ProbePair(

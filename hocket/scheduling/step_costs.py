@@ -7,7 +7,7 @@ A curve is seconds at fixed row counts (knots), linear between them and beyond t
 filter keeps their logarithms: what a step tells of some knots, it tells of the others as far as
 they drift together (a slower clock, longer contexts) and lie near. A knot that was not measured for
 long is uncertain, and moves fast when it is again. A step that took far longer than expected counts
-as one that took a little longer, unless several in a row do: then everything becomes uncertain.
+as one that took a little longer, unless several in a row do: then all knots follow together.
 What is read is the isotonic regression of the knots: more rows never cost less.
 
 Pure: no clock.
@@ -76,9 +76,10 @@ class CostCurve:
     def observe(self, rows: Sequence[int], seconds: float) -> None:
         """Passes of so many rows each took `seconds` in all."""
         expected_s, shares_J = self._expect(rows)
-        fades = 0.5 if abs(self._outliers) > _HICCUPS else _FADES
-        self._covariance_JJ *= 1.0 - fades
-        self._covariance_JJ += fades * _STALE**2 * _TOGETHER_JJ
+        self._covariance_JJ *= 1.0 - _FADES
+        self._covariance_JJ += _FADES * _STALE**2 * _TOGETHER_JJ
+        if abs(self._outliers) > _HICCUPS:
+            self._covariance_JJ += _STALE**2
 
         told_J = self._covariance_JJ @ shares_J
         variance = float(shares_J @ told_J) + _NOISE**2
@@ -110,7 +111,8 @@ class CostCurve:
 
     def _fit(self) -> None:
         self._means: list[float] = np.exp(self._logs_J).tolist()
-        weights_J = 1.0 / self._covariance_JJ.diagonal()
+        # Squared, so that many knots that nobody measured do not outweigh one that was.
+        weights_J = self._covariance_JJ.diagonal() ** -2.0
         self._seconds = _isotonic(self._means, weights_J.tolist())
         self._table: Floats = np.zeros(0)
 

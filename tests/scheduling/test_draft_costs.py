@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.scheduling.step_costs import CostCurve, Point
+from hocket.scheduling.step_costs import CostCurve, Point, StepCosts
 
 FLAT_THEN_LINEAR = [(1, 0.020), (16, 0.020), (32, 0.030), (64, 0.050)]
 
@@ -72,3 +72,40 @@ def test_a_wrong_start_is_corrected_by_few_steps() -> None:
     for _ in range(150):
         curve.observe([32], 0.010)
     assert seconds(curve, 32) == pytest.approx(0.010, rel=0.1)
+
+
+def test_a_drift_is_followed_where_nothing_is_measured_too() -> None:
+    curve = CostCurve(FLAT_THEN_LINEAR)
+    for step in range(3000):
+        curve.observe([24], 0.025 * (1 + step / 3000))
+    assert seconds(curve, 24) == pytest.approx(0.050, rel=0.05)
+    assert seconds(curve, 12) == pytest.approx(0.040, rel=0.2)
+    assert seconds(curve, 64) == pytest.approx(0.100, rel=0.2)
+
+
+def test_a_shift_of_all_costs_is_believed_after_some_steps() -> None:
+    curve = CostCurve(FLAT_THEN_LINEAR)
+    for _ in range(300):
+        curve.observe([24], 0.025)
+    for _ in range(10):
+        curve.observe([24], 0.075)
+    for rows, expected_s in [(12, 0.060), (24, 0.075), (64, 0.150)]:
+        assert seconds(curve, rows) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_passes_of_different_rows_are_told_apart_by_steps_that_mix_them() -> None:
+    curve = CostCurve([(1, 0.010), (64, 0.010)])
+    for _ in range(400):
+        curve.observe([48, 8, 8], 0.024 + 2 * 0.004)
+        curve.observe([8, 4], 0.004 + 0.003)
+        curve.observe([4], 0.003)
+    for rows, expected_s in [(4, 0.003), (8, 0.004), (48, 0.024)]:
+        assert seconds(curve, rows) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_a_step_without_drafts_says_nothing_about_them() -> None:
+    costs = StepCosts.from_points(draft=[(1, 0.002)], verify=[(1, 0.020)])
+    for _ in range(100):
+        costs.observe([], 0.0, 8, 0.040)
+    assert seconds(costs.draft, 8) == pytest.approx(0.002)
+    assert seconds(costs.verify, 8) == pytest.approx(0.040, rel=0.02)
