@@ -34,8 +34,8 @@ class ModelSettings:
     served_name: what clients call it; empty: the last part of `path`.
     dtype: of weights and KV cache; "auto" is the checkpoint's own.
     device: "auto" is cuda when there is one, else cpu.
-    batch_invariant: a token's logits are bit-equal whatever its company; on x86 CPUs this costs
-        0 to 20 % of a step.
+    batch_invariant: a token's logits are bit-equal whatever its company; on an x86 CPU this
+        mostly costs 0 to 25 % of a step; elsewhere it was not measured, and products run in tiles.
     max_context_tokens: prompt and output together; 0: what the checkpoint allows.
     """
 
