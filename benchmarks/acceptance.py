@@ -38,10 +38,10 @@ from coupling import (
 from decode_workloads import TINY, commit, docstring_tokens
 from torch import Tensor
 
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest
 from hocket.execution.model_runner import ModelRunner
-from hocket.execution.sampler import Sampler
-from hocket.execution.speculation import MTPDraftSource
+from hocket.execution.sampling.sampler import Sampler
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model

@@ -42,10 +42,10 @@ from decode_workloads import (
     truth_tokens,
 )
 
+from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence as RunningSequence
-from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hocket.execution.noise import position_uniform
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.noise import position_uniform
+from hocket.execution.sampling.sampler import Sampler
 from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.request_params import SamplingParams

@@ -44,9 +44,9 @@ from mtp_report import (
 from mtp_variants import Span, Variant
 
 from hocket.clock import SystemClock
+from hocket.execution.drafting.speculation import MTPDraftSource
+from hocket.execution.drafting.step_measurements import measure_step_costs
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
-from hocket.execution.speculation import MTPDraftSource
-from hocket.execution.step_measurements import measure_step_costs
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model

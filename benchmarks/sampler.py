@@ -25,7 +25,7 @@ import torch
 from decode_workloads import commit
 from torch import Tensor
 
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.sampler import Sampler
 from hocket.request_params import SamplingParams
 
 WARM_UP_ROUNDS = 3

@@ -42,7 +42,7 @@ from hocket.execution.engine_thread import (
     FailRequests,
     StepOutput,
 )
-from hocket.execution.grammar_requests import GrammarRequests
+from hocket.execution.grammars.requests import GrammarRequests
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.step_failures import StepFailures
 from hocket.kv.prefix_cache import NoPrefixCache, PrefixCaching

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.sequence import Sequence
 from hocket.kv.block_pool import BlockPool
 from hocket.kv.prefix_cache import Prefix, PrefixCaching

@@ -33,9 +33,9 @@ from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import HandOffFailed, HocketError
-from hocket.execution.draft_collector import DraftCollector
-from hocket.execution.draft_setup import set_up_drafts
-from hocket.execution.grammar_setup import set_up_grammars
+from hocket.execution.drafting.collector import DraftCollector
+from hocket.execution.drafting.setup import set_up_drafts
+from hocket.execution.grammars.setup import set_up_grammars
 from hocket.execution.model_setup import set_up_model
 from hocket.execution.transfer_setup import set_up_importer
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process

@@ -1,6 +1,6 @@
 """The [grammar] table of the configuration: what structured output may cost a worker.
 
-`hocket.config` loads it; `hocket.execution.grammar_compiler` keeps to it.
+`hocket.config` loads it; `hocket.execution.grammars.compiler` keeps to it.
 """
 
 from __future__ import annotations

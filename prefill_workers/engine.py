@@ -21,8 +21,8 @@ from hocket.execution.engine_thread import (
     FailRequests,
     StepOutput,
 )
-from hocket.execution.grammar_requests import GrammarRequests
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.grammars.requests import GrammarRequests
+from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
 from hocket.execution.step_failures import StepFailures

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from hocket.config import PrefillSettings, WorkerSettings
-from hocket.execution.grammar_setup import set_up_grammars
+from hocket.execution.grammars.setup import set_up_grammars
 from hocket.execution.model_setup import set_up_model
 from hocket.execution.transfer_setup import set_up_exporter
 from hocket.execution.worker_process import CrashSink, HostedWorker, end_process

@@ -14,10 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from hocket.errors import InvalidRequest
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.drafting.speculation import DraftSource, MTPDraftSource
+from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence
-from hocket.execution.speculation import DraftSource, MTPDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import NoPrefixCache, Prefix, PrefixCache, PrefixCaching
 from hocket.model.transformer import Transformer

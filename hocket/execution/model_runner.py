@@ -1,12 +1,12 @@
 """Run steps: the scheduler's decision in, tokens out. Prefill, decode and local engines share it.
 
 One step is one flat batch through the main model. `prefill` computes a chunk of each given prompt
-and, at a prompt's end, samples the first token. `decode` drafts (`speculation.py`), verifies all
-sequences' drafts at once, chooses tokens (`token_choice.py`) and cuts at the first one that ends an
-output. A step that raises leaves every sequence as it was.
+and, at a prompt's end, samples the first token. `decode` drafts (`drafting/`), verifies all
+sequences' drafts at once, chooses tokens (`sampling/token_choice.py`) and cuts at the first one
+that ends an output. A step that raises leaves every sequence as it was.
 
-MTP entries that count are made from the target's hidden states only (`mtp_entries.py`): prefill
-makes those of every slot whose token is known; decode leaves the newest states in
+MTP entries that count are made from the target's hidden states only (`drafting/mtp_entries.py`):
+prefill makes those of every slot whose token is known; decode leaves the newest states in
 `Sequence.pending_hidden` for the next draft pass. A runner without a draft source keeps none after
 prefill.
 
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from hocket.errors import ConfigError, InternalError
 from hocket.execution.damage import refuse_nan
-from hocket.execution.mtp_entries import HiddenRows, run_module
+from hocket.execution.drafting.mtp_entries import HiddenRows, run_module
+from hocket.execution.drafting.speculation import DraftSource, append_until_finished
 from hocket.execution.passes import Passes
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.sampler import Sampler
+from hocket.execution.sampling.token_choice import TokenChoice
 from hocket.execution.sequence import Sequence
-from hocket.execution.speculation import DraftSource, append_until_finished
-from hocket.execution.token_choice import TokenChoice
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer

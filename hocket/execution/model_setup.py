@@ -15,9 +15,9 @@ import torch
 
 from hocket.config import DecodeSettings, WorkerSettings
 from hocket.errors import ConfigError
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.passes import GroupPasses, take_part_in
-from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.layout import KVLayout
 from hocket.kv.nixl_agent import RegisteredPool
 from hocket.kv.paged_cache import PagedCache

@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hocket.errors import HocketError
-from hocket.execution.constraints import Constraints
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.grammars.states import CompiledGrammar
+from hocket.execution.sampling.constraints import Constraints
 from hocket.execution.step_failures import RequestFault
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import DraftCounts, FinishReason, PromptLogprobs, RequestKey, TokenLogprobs

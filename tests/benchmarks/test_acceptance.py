@@ -14,7 +14,7 @@ from decode_workloads import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.sampler import Sampler
 from hocket.model.weights import load_model
 from hocket.request_params import SamplingParams
 

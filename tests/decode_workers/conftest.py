@@ -14,8 +14,8 @@ from decode_workers.engine import DecodeEngine
 from decode_workers.import_stream import ImportSettings
 from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.model_runner import DecodeOutput, ModelRunner
-from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.memory_transfer import MemoryFabric, MemoryImporter
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache

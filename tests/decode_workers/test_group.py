@@ -20,11 +20,11 @@ from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.clock import SystemClock
 from hocket.config import GroupSettings, RedisSettings
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.engine_thread import CancelRequest, EngineThread, StepOutput
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.passes import GroupPasses, take_part_in
-from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.memory_transfer import MemoryFabric, MemoryImporter
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.model_config import ModelConfig

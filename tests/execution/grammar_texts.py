@@ -11,8 +11,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import hocket
-from hocket.execution.grammar_library import GrammarLibrary
-from hocket.execution.grammars import CompiledGrammar, GrammarState, allowed_tokens, empty_masks
+from hocket.execution.grammars.library import GrammarLibrary
+from hocket.execution.grammars.states import (
+    CompiledGrammar,
+    GrammarState,
+    allowed_tokens,
+    empty_masks,
+)
 from hocket.request_params import Grammar, GrammarKind
 
 FOLDER = Path(hocket.__file__).parent / "checkpoints" / "hocket-tiny"

@@ -1,8 +1,8 @@
 """What an output has to be, written down plainly: one token at a time, each from nothing.
 
 For every new token the model computes the whole prefix in one forward pass over a fresh cache; its
-logits are processed densely, in the order and by the formulas of `hocket/execution/constraints.py`
-and `sampler.py`, but in other code: of `hocket/execution` it takes the noise function only. In
+logits are processed densely, in the order and by the formulas of `constraints.py` and `sampler.py`
+in `hocket/execution/sampling`, but in other code: of that it takes the noise function only. In
 batch-invariant mode an engine has to say the same, whatever it drafts, caches and batches.
 
 Arithmetic is float32 wherever bits decide (logits, temperature, noise); weights are float64.
@@ -21,7 +21,7 @@ import pytest
 import torch
 import xgrammar
 
-from hocket.execution.noise import gumbel_noise, keys_tensor, position_key
+from hocket.execution.sampling.noise import gumbel_noise, keys_tensor, position_key
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import StepInputs
 from hocket.model.transformer import Transformer

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hocket.execution.noise import gumbel_noise, keys_tensor, position_key
+from hocket.execution.sampling.noise import gumbel_noise, keys_tensor, position_key
 from hocket.request_params import SamplingParams
 
 KINDS = ("normal", "peaky", "flat", "tied", "round", "masked", "nearly equal", "by id")

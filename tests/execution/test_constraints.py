@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from hocket.execution.constraints import Constraints
+from hocket.execution.sampling.constraints import Constraints
 from hocket.execution.sequence import Sequence as RunningSequence
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import RequestKey

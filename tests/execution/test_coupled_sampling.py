@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest
 from hocket.execution.model_runner import ModelRunner
-from hocket.execution.sampler import Sampler
-from hocket.execution.speculation import MTPDraftSource
+from hocket.execution.sampling.sampler import Sampler
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint

@@ -22,10 +22,10 @@ from hocket.errors import (
     Overloaded,
     WorkerUnavailable,
 )
-from hocket.execution.grammar_compiler import NUM_LANES, RETRY_S, GrammarCompiler
-from hocket.execution.grammar_library import LibraryArguments
-from hocket.execution.grammar_trials import GrammarTrials, TrialFailed
-from hocket.execution.grammars import CompiledGrammar, GrammarState
+from hocket.execution.grammars.compiler import NUM_LANES, RETRY_S, GrammarCompiler
+from hocket.execution.grammars.library import LibraryArguments
+from hocket.execution.grammars.states import CompiledGrammar, GrammarState
+from hocket.execution.grammars.trials import GrammarTrials, TrialFailed
 from hocket.grammar_settings import GrammarSettings
 from hocket.request_params import Grammar, GrammarKind
 from tests.execution.grammar_texts import ALL, END, FOLDER, VOCAB_SIZE, compiled, mask
@@ -314,7 +314,7 @@ def test_closed_trials_fail() -> None:
 
 _WORKER = f"""
 import sys
-from hocket.execution.grammar_compiler import GrammarCompiler
+from hocket.execution.grammars.compiler import GrammarCompiler
 from hocket.grammar_settings import GrammarSettings
 from hocket.request_params import Grammar, GrammarKind
 

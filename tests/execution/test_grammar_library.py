@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from hocket.errors import CheckpointError
-from hocket.execution.grammar_library import GrammarLibrary
-from hocket.execution.grammars import GrammarState
+from hocket.execution.grammars.library import GrammarLibrary
+from hocket.execution.grammars.states import GrammarState
 from hocket.request_params import Grammar, GrammarKind
 from tests.execution.grammar_texts import (
     ALL,

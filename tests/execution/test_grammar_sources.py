@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from hocket.errors import InvalidRequest
-from hocket.execution.grammar_sources import ready
-from hocket.execution.grammars import GrammarState
+from hocket.execution.grammars.sources import ready
+from hocket.execution.grammars.states import GrammarState
 from hocket.request_params import Grammar, GrammarKind
 from tests.execution.grammar_texts import END, TOKENIZER, compiled, outputs, text_of
 

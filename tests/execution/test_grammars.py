@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.errors import InternalError, InvalidRequest
-from hocket.execution.grammars import (
+from hocket.execution.grammars.states import (
     GrammarState,
     Spent,
     allowed_tokens,

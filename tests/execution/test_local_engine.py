@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from hocket.errors import ConfigError, InvalidRequest
+from hocket.execution.drafting.speculation import ScriptedDraftSource
 from hocket.execution.local_engine import (
     LocalEngine,
     LocalEngineLimits,
@@ -16,7 +17,6 @@ from hocket.execution.local_engine import (
 )
 from hocket.execution.model_runner import DecodeOutput
 from hocket.execution.sequence import Sequence as Running
-from hocket.execution.speculation import ScriptedDraftSource
 from hocket.model.transformer import Transformer
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import FinishReason, RequestKey

@@ -10,10 +10,10 @@ import torch
 
 from hocket.errors import ConfigError, InternalError
 from hocket.execution import model_runner
+from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence as RunningSequence
-from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from hocket.clock import ManualClock
 from hocket.config import DecodeSettings, ModelSettings, WorkerSettings
 from hocket.errors import ConfigError
-from hocket.execution.draft_setup import set_up_drafts
+from hocket.execution.drafting.setup import set_up_drafts
+from hocket.execution.drafting.speculation import MTPDraftSource
+from hocket.execution.drafting.step_measurements import measure_step_costs
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.model_setup import set_up_model
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence as Running
-from hocket.execution.speculation import MTPDraftSource
-from hocket.execution.step_measurements import measure_step_costs
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.random_checkpoint import random_checkpoint

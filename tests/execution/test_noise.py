@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.execution.noise import (
+from hocket.execution.sampling.noise import (
     LARGEST_NOISE,
     gumbel_noise,
     keys_tensor,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hocket.errors import InternalError
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence as Running
-from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.step_inputs import SequenceInput, StepInputs

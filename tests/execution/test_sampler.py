@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.execution.sampler import HEAD_WIDTHS, LEAST_DIRECT_WIDTH, Sampler
-from hocket.execution.token_filters import SMALL_VOCABULARY
+from hocket.execution.sampling.sampler import HEAD_WIDTHS, LEAST_DIRECT_WIDTH, Sampler
+from hocket.execution.sampling.token_filters import SMALL_VOCABULARY
 from hocket.request_params import SamplingParams
 from tests.execution.reference_sampler import (
     kept_tokens,

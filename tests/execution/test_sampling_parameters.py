@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from hocket.config import ModelSettings
 from hocket.errors import InvalidRequest
+from hocket.execution.drafting.speculation import DraftSource, MTPDraftSource, ScriptedDraftSource
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence as RunningSequence
-from hocket.execution.speculation import DraftSource, MTPDraftSource, ScriptedDraftSource
 from hocket.execution.step_failures import RequestFault
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.random_checkpoint import random_checkpoint

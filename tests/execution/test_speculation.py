@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.execution.sequence import Sequence
-from hocket.execution.speculation import (
+from hocket.execution.drafting.speculation import (
     ScriptedDraftSource,
     accept,
     append_until_finished,
 )
+from hocket.execution.sequence import Sequence
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import FinishReason, RequestKey
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.execution.token_filters import (
+from hocket.execution.sampling.token_filters import (
     SMALL_VOCABULARY,
     Draws,
     LogitPyramid,

@@ -12,7 +12,7 @@ from functools import cache
 
 import xgrammar
 
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.local_engine import LocalRequest
 from hocket.request_params import Grammar, GrammarKind
 

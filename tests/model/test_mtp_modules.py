@@ -15,10 +15,10 @@ import transformers
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.sequence import Sequence as Running
-from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.model_config import ModelConfig
 from hocket.model.random_checkpoint import random_checkpoint

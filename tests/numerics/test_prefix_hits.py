@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from hocket.config import ModelSettings
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner
-from hocket.execution.speculation import MTPDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.model_config import ModelConfig, YarnConfig
 from hocket.model.random_checkpoint import random_checkpoint

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from hocket.config import ModelSettings
+from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.execution.local_engine import LocalRequest
 from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sequence import Sequence as RunningSequence
-from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import Prefix, PrefixCache
 from hocket.model.model_config import ModelConfig

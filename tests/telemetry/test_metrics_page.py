@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from decode_workers.scheduler import DecodeCounters
-from hocket.execution.draft_collector import DraftCollector
+from hocket.execution.drafting.collector import DraftCollector
 from hocket.execution.worker_metrics import EngineMetrics
 from hocket.kv.prefix_index import PrefixCounters
 from hocket.kv.transfer import TransferCounters

@@ -32,11 +32,11 @@ from decode_workers.kv_import import ImportTable
 from decode_workers.scheduler import DecodePolicy, DecodeScheduler
 from hocket.config import ModelSettings
 from hocket.errors import HandOffFailed
+from hocket.execution.drafting.speculation import DraftSource
 from hocket.execution.engine_thread import CancelRequest, StepOutput
-from hocket.execution.grammar_requests import Compiles, GrammarRequests
+from hocket.execution.grammars.requests import Compiles, GrammarRequests
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
 from hocket.execution.model_runner import ModelRunner
-from hocket.execution.speculation import DraftSource
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.model_config import ModelConfig

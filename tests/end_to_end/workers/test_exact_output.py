@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftSource
+from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.local_engine import LocalEngine, LocalEngineLimits, LocalRequest, LocalResult
-from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.model.transformer import Transformer
 from hocket.request_params import Grammar, SamplingParams, StoppingParams
 from hocket.types import (

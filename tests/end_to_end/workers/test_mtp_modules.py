@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hocket.execution.speculation import MTPDraftSource
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.model.random_checkpoint import random_checkpoint
 from hocket.model.transformer import Transformer
 from hocket.model.weights import load_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hocket.execution.speculation import MTPDraftSource
+from hocket.execution.drafting.speculation import MTPDraftSource
 from hocket.types import Failed, Leg, StartRequest
 
 

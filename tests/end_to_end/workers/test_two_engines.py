@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hocket.execution.speculation import MTPDraftSource, ScriptedDraftSource
+from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import Begun, Failed, Finished, Joined, Leg, RequestKey, StartRequest, Tokens
 

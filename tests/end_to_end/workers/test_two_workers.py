@@ -100,6 +100,7 @@ def start_two(checkpoint: Path, folder: Path, tls: str) -> Two:
         [decode]
         num_blocks = 64
         draft_tokens = 3
+        adaptive_drafts = false
         [transfer]
         tls = "{tls}"
         """

@@ -1,6 +1,6 @@
 """What a client wrote as a grammar, as the compiler is to read it.
 
-`ready(grammar)` is the first step of `grammar_library`. A list of choices becomes EBNF, a dot in a
+`ready(grammar)` is the first step of `library.py`. A list of choices becomes EBNF, a dot in a
 regular expression leaves line ends out, and a JSON schema is checked: xgrammar passes over what it
 cannot hold an output to, and an output that breaks its schema is worse than a refusal. Where it
 could hold it to the same in other words, those are written in. What an output may look like is
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hocket.errors import InvalidRequest
-from hocket.execution.grammars import refusal
+from hocket.execution.grammars.states import refusal
 from hocket.request_params import Grammar, GrammarKind
 
 # What says something about values of one type only.

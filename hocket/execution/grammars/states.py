@@ -1,6 +1,6 @@
 """Which tokens may come next under a grammar: one `GrammarState` per sequence, and masks of logits.
 
-In comes a `CompiledGrammar` of `grammar_compiler`, and the sequence's tokens; out go bitmasks,
+In comes a `CompiledGrammar` of `compiler.py`, and the sequence's tokens; out go bitmasks,
 which `constraints` lays over the logits before the sampler sees them. A state follows the tokens
 that count for good (`commit`) and looks ahead over drafts (`seek`), so every draft prefix has the
 mask that plain decoding would have there. After a hand-off, a preemption or a migration it is made

@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hocket.errors import InternalError, InvalidRequest
-from hocket.execution.grammar_library import GrammarLibrary, LibraryArguments, not_compiled
-from hocket.execution.grammars import (
+from hocket.execution.grammars.library import GrammarLibrary, LibraryArguments, not_compiled
+from hocket.execution.grammars.states import (
     CompiledGrammar,
     GrammarState,
     allowed_tokens,

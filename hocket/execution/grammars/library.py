@@ -1,6 +1,6 @@
 """xgrammar over one checkpoint's vocabulary: a `Grammar` in, a `CompiledGrammar` out.
 
-`grammar_compiler` has one in the worker; the process of `grammar_trials` has another. Making it
+`compiler.py` has one in the worker; the process of `trials.py` has another. Making it
 imports xgrammar, and transformers with it, which takes seconds.
 """
 
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from hocket.errors import CheckpointError, InvalidRequest
-from hocket.execution.grammar_sources import ready
-from hocket.execution.grammars import CompiledGrammar, refusal
+from hocket.execution.grammars.sources import ready
+from hocket.execution.grammars.states import CompiledGrammar, refusal
 from hocket.request_params import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class GrammarLibrary:
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidRequest with the reason. Untried grammars may take for ever, fill the
-        memory or end the process: see `grammar_trials`."""
+        memory or end the process: see `trials.py`."""
         text = ready(grammar)
         try:
             match grammar.kind:

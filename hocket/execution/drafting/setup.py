@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hocket.clock import SystemClock
 from hocket.config import DecodeSettings, WorkerSettings
+from hocket.execution.drafting.step_measurements import measure_step_costs
 from hocket.execution.model_setup import ModelSetup
-from hocket.execution.step_measurements import measure_step_costs
 from hocket.scheduling.draft_controller import DraftController, DraftPolicy, SpeedTarget
 from hocket.scheduling.step_costs import StepCosts
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hocket.config import WorkerSettings
-from hocket.execution.grammar_compiler import GrammarCompiler
-from hocket.execution.grammar_requests import GrammarRequests
+from hocket.execution.grammars.compiler import GrammarCompiler
+from hocket.execution.grammars.requests import GrammarRequests
 from hocket.execution.model_setup import ModelSetup
 
 

@@ -2,7 +2,7 @@
 
 `model_runner` gives the logits behind each newest token and draft. A request's constraints change
 them (`constraints.py`), the sampler samples at every position (`sampler.py`), the right drafts are
-kept (`speculation.accept`, `acceptance.py`). Logprobs are of the model's own logits.
+kept (`drafting.speculation.accept`, `acceptance.py`). Logprobs are of the model's own logits.
 
 Shape letters: T rows of a flat batch, one for each newest token and draft; V vocabulary.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hocket.errors import InternalError
-from hocket.execution.acceptance import Acceptance
-from hocket.execution.sampler import Sampler
+from hocket.execution.drafting.speculation import accept
+from hocket.execution.sampling.acceptance import Acceptance
+from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence
-from hocket.execution.speculation import accept
 from hocket.types import TokenLogprobs
 
 

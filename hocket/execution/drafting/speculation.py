@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hocket.errors import ConfigError
 from hocket.execution.damage import refuse_nan
-from hocket.execution.mtp_entries import HiddenRows, run_module
-from hocket.execution.noise import position_uniform
+from hocket.execution.drafting.mtp_entries import HiddenRows, run_module
 from hocket.execution.passes import Passes
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.noise import position_uniform
+from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs

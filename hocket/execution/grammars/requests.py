@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from hocket.errors import HocketError, InternalError, InvalidRequest
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.grammars.states import CompiledGrammar
 from hocket.request_params import Grammar
 from hocket.types import RequestKey, StartRequest
 

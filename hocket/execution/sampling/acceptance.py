@@ -14,8 +14,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from hocket.execution.noise import position_uniform
-from hocket.execution.sampler import Sampler
+from hocket.execution.sampling.noise import position_uniform
+from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence
 
 

@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hocket.execution.beyond_heads import OpenDraws
-from hocket.execution.noise import LARGEST_NOISE, gumbel_noise, keys_tensor, position_key
-from hocket.execution.token_filters import (
+from hocket.execution.sampling.beyond_heads import OpenDraws
+from hocket.execution.sampling.noise import LARGEST_NOISE, gumbel_noise, keys_tensor, position_key
+from hocket.execution.sampling.token_filters import (
     SMALL_VOCABULARY,
     Draws,
     LogitPyramid,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.execution.grammars import CompiledGrammar, GrammarState, apply_masks
+from hocket.execution.grammars.states import CompiledGrammar, GrammarState, apply_masks
 from hocket.request_params import SamplingParams, StoppingParams
 
 

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hocket.execution.noise import LARGEST_NOISE, gumbel_noise, may_reach
-from hocket.execution.token_filters import COARSE_SPAN, Draws, LogitPyramid, TokenList, true_places
+from hocket.execution.sampling.noise import LARGEST_NOISE, gumbel_noise, may_reach
+from hocket.execution.sampling.token_filters import (
+    COARSE_SPAN,
+    Draws,
+    LogitPyramid,
+    TokenList,
+    true_places,
+)
 
 # Near the top is what exceeds the largest logit of this share of the spans of 128: some 2 % of a
 # vocabulary whose likely tokens are spread evenly, more than most nuclei hold.

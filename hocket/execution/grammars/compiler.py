@@ -1,7 +1,7 @@
 """Compiles the grammars of requests beside the engine: tried out, limited, each one once.
 
 A worker's `grammar_requests` asks it before a request is admitted, and gets a future. Two threads
-take the grammars in turn through `grammar_trials` and `grammar_library`; what they make is kept for
+take the grammars in turn through `trials.py` and `library.py`; what they make is kept for
 the next request with the same grammar, and so is why one was refused. xgrammar is imported, and
 the process for trials started, with the first grammar.
 """
@@ -21,9 +21,9 @@ from typing import Protocol
 from hocket.clock import Clock, SystemClock
 from hocket.environment import num_cpus
 from hocket.errors import HocketError, InternalError, InvalidRequest, Overloaded, WorkerUnavailable
-from hocket.execution.grammar_library import GrammarLibrary, LibraryArguments
-from hocket.execution.grammar_trials import GrammarTrials, TrialFailed
-from hocket.execution.grammars import CompiledGrammar
+from hocket.execution.grammars.library import GrammarLibrary, LibraryArguments
+from hocket.execution.grammars.states import CompiledGrammar
+from hocket.execution.grammars.trials import GrammarTrials, TrialFailed
 from hocket.grammar_settings import GrammarSettings
 from hocket.request_params import Grammar
 
