@@ -166,7 +166,7 @@ def make_rows(variants: Sequence[Variant], span: Span) -> Iterator[Row]:
             acceptance_rate=counts.acceptance_rate,
             survival=tuple(accepted / drafted for accepted, drafted in pairs),
             drafts=counts.drafted_tokens / counts.verify_steps,
-            decide_ms=statistics.median(variant.decide_s or [0.0]) * 1e3,
+            decide_ms=statistics.fmean(variant.decide_s or [0.0]) * 1e3,
         )
         if k:
             t_verify = statistics.median(variant.verify_s)

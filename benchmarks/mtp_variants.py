@@ -133,8 +133,8 @@ class Variant:
 
     def seconds(self, number: int | None = None) -> float:
         """That all counted tokens took: in pass `number`, None: by each step's median. With the
-        controller's time, by its median."""
-        decide_s = statistics.median(self.decide_s) if self.decide_s else 0.0
+        controller's time, by its mean: most steps keep a plan, some make one."""
+        decide_s = statistics.fmean(self.decide_s) if self.decide_s else 0.0
         return sum(
             step.seats / self._span.batch * (decide_s + _chosen(step.seconds, number))
             for step in self.steps

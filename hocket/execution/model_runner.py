@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from hocket.execution.sequence import Sequence
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
+from hocket.scheduling.step_costs import StepTimes
 from hocket.types import FinishReason, TokenLogprobs
 
 MAX_PENDING = 64
@@ -70,16 +70,6 @@ class DecodeOutput:
     finish_reason: FinishReason | None
     num_drafted: int
     num_accepted: int
-
-
-class StepTimes(NamedTuple):
-    """Of the last decode step: seconds of its two halves; rows of each draft pass, of the verify
-    pass."""
-
-    draft_rows: list[int]
-    draft_s: float
-    verify_rows: int
-    verify_s: float
 
 
 class ModelRunner:

@@ -43,7 +43,7 @@ class DepthPrice:
         return self.cost_ns <= self.permitted_ns
 
 
-_NO_PROBE = DepthPrice(0, 1)
+NO_PROBE = DepthPrice(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class DepthOffer:
 
     by_depth: tuple[DepthPrice, ...]
     base_depth: int = 0
-    more: DepthPrice = _NO_PROBE
-    fewer: DepthPrice = _NO_PROBE
+    more: DepthPrice = NO_PROBE
+    fewer: DepthPrice = NO_PROBE
 
     def numbers(self) -> list[int]:
         """As it is exchanged: 1 + 3 (K + 3) integers below 2^63."""

@@ -10,22 +10,36 @@ tells what became of the drafts and how long the step took.
 
 What is not tried is not learned: now and then a step probes a draft more or less (draft_probes.py).
 
+Deciding takes time too. Steps that are short beside it keep the plan that was made for the same
+requests a little before; what they tell is counted when the next plan is made.
+
 Pure: no clock, no chance; the same story gives the same decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import le
 
 import numpy as np
 
-from hocket.scheduling.depth_agreement import Agreement, DepthOffer, DepthPrice, Kind, agree
-from hocket.scheduling.draft_plans import Batch, DraftPlans, Ints, Tables
+from hocket.scheduling.depth_agreement import (
+    NO_PROBE,
+    Agreement,
+    DepthOffer,
+    DepthPrice,
+    Kind,
+    agree,
+)
+from hocket.scheduling.draft_plans import Batch, DraftPlans, Tables
 from hocket.scheduling.draft_probes import ProbePair, Probes
-from hocket.scheduling.step_costs import Point, StepCosts
+from hocket.scheduling.step_costs import Point, StepCosts, StepTimes
 from hocket.scheduling.survival import AcceptancePrior, SurvivalEstimates
 from hocket.types import RequestKey
+
+# For how long a plan is kept: a decision takes half a millisecond, where steps are short.
+_KEEP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +94,12 @@ class DraftSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one rank could do in the next step. `offer` is what the others must know of it."""
+    """What one rank could do in the next step. `offer` is what the others must know of it.
+    `caps`: most drafts of each request. Not `adaptive`: everyone gets as many."""
 
     offer: DepthOffer
-    drafts: FixedDrafts | AdaptiveDrafts
-
-
-@dataclass(frozen=True, slots=True)
-class FixedDrafts:
-    """The policy's number for everyone, as far as there is room."""
-
-    drafts_B: Ints
+    caps: list[int]
+    adaptive: AdaptiveDrafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +109,46 @@ class AdaptiveDrafts:
     plans: DraftPlans
     probes: ProbePair
 
-    def allotted(self, agreement: Agreement) -> Ints:
+    def allotted(self, agreement: Agreement) -> list[int]:
+        """Drafts by request."""
         match agreement.kind:
             case Kind.BEST:
-                return self.plans.drafts(agreement.depth)
+                drafts_B = self.plans.drafts(agreement.depth)
             case Kind.MORE:
-                return self.probes.more.drafts_B
+                drafts_B = self.probes.more.drafts_B
             case Kind.FEWER:
-                return self.probes.fewer.drafts_B
+                drafts_B = self.probes.fewer.drafts_B
+        return drafts_B.tolist()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A plan in use: `steps` by now, of `seconds` in all. It is kept without its probes: then
+    `best` is what a rank that is alone agrees upon, and `drafts` what that gives."""
+
+    proposal: Proposal
+    keys: list[RequestKey]
+    steps: int = 0
+    seconds: float = 0.0
+    best: Agreement | None = None
+    drafts: list[int] = field(default_factory=list[int])
+
+    def serves(self, keys: list[RequestKey], caps: list[int]) -> bool:
+        """Whether the next step can keep it: the same requests, none with more room than then."""
+        if self.seconds >= _KEEP_S or self.keys != keys:
+            return False
+        return all(map(le, caps, self.proposal.caps))
+
+    def settle(self, adaptive: AdaptiveDrafts, agreement: Agreement) -> list[int]:
+        """Drafts by request of one more step with it."""
+        if self.best is None:
+            self.best = Agreement(agreement.base_depth, agreement.base_depth)
+            self.drafts = adaptive.allotted(self.best)
+            offer = replace(self.proposal.offer, more=NO_PROBE, fewer=NO_PROBE)
+            self.proposal = replace(self.proposal, offer=offer)
+        self.steps += 1
+        self.seconds += adaptive.plans.prices[agreement.depth].seconds
+        return self.drafts if agreement == self.best else adaptive.allotted(agreement)
 
 
 class DraftController:
@@ -121,25 +162,42 @@ class DraftController:
         self._estimates = SurvivalEstimates(prior or AcceptancePrior(), policy.max_drafts)
         self._probes = Probes()
         self._counts = DraftSnapshot()
+        self._kept: _Kept | None = None
+        self._last_kind = Kind.BEST
+        self._last_steps: dict[Kind, StepTimes] = {}
 
     def allot(self, requests: Sequence[DraftRequest]) -> list[int]:
         """Drafts for each request of the next step, at most its cap; of a rank that is alone."""
-        proposal = self.propose(requests)
-        return self.allot_agreed(proposal, agree([proposal.offer]))
+        proposal, kept = self.propose(requests), self._kept
+        agreement = kept.best if kept is not None else None
+        return self.allot_agreed(proposal, agreement or agree([proposal.offer]))
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """This rank's plans for the next step, to be agreed upon with the group's other ranks."""
+        keys = [request.key for request in requests]
+        most = self.policy.max_drafts
+        caps = [min(max(request.cap, 0), most) for request in requests]
+        if not self.policy.adaptive or most == 0:
+            self._estimates.survivals(keys, [r.is_greedy for r in requests])
+            return Proposal(_fixed_offer(caps, most), caps)
+        if self._kept is not None and self._kept.serves(keys, caps):
+            return replace(self._kept.proposal, caps=caps)
+        proposal = self._plan(requests, caps)
+        self._kept = _Kept(proposal, keys)
+        return proposal
+
+    def _plan(self, requests: Sequence[DraftRequest], caps: list[int]) -> Proposal:
         keys, are_greedy = [r.key for r in requests], [r.is_greedy for r in requests]
-        survivals_BK = self._estimates.survivals(keys, are_greedy)
-        caps_B = np.array([request.cap for request in requests], dtype=np.int64)
-        caps_B = caps_B.clip(0, self.policy.max_drafts)
-        if not self.policy.adaptive or self.policy.max_drafts == 0:
-            return Proposal(_fixed_offer(caps_B, self.policy.max_drafts), FixedDrafts(caps_B))
-        batch = Batch(survivals_BK, caps_B, self.policy.min_passes)
+        steps = self._kept.steps if self._kept is not None else 1
+        survivals_BK = self._estimates.survivals(keys, are_greedy, steps)
+        for times in self._last_steps.values():
+            self.costs.observe(*times)
+        self._last_steps.clear()
+        batch = Batch(survivals_BK, np.array(caps, dtype=np.int64), self.policy.min_passes)
         pending_B = np.array([request.pending_rows for request in requests], dtype=np.int64)
         tables = Tables(
             self.costs.draft.table(batch.size + int(pending_B.sum())),
-            self.costs.verify.table(batch.size + int(caps_B.sum())),
+            self.costs.verify.table(batch.size + sum(caps)),
         )
         target = self.policy.tokens_per_s(batch.size)
         plans = DraftPlans(batch, tables, target)
@@ -147,17 +205,16 @@ class DraftController:
         by_depth = tuple(DepthPrice.of(price, target) for price in plans.prices)
         more, fewer = probes.more.offer, probes.fewer.offer
         offer = DepthOffer(by_depth, self._probes.base_depth, more, fewer)
-        return Proposal(offer, AdaptiveDrafts(plans, probes))
+        return Proposal(offer, caps, AdaptiveDrafts(plans, probes))
 
     def allot_agreed(self, proposal: Proposal, agreement: Agreement) -> list[int]:
         """Drafts for each request that `proposal` was made for, after the group has agreed."""
-        match proposal.drafts:
-            case FixedDrafts(drafts_B):
-                pass
-            case AdaptiveDrafts() as adaptive:
-                drafts_B = adaptive.allotted(agreement)
-                self._probes.settle(adaptive.probes, agreement)
-        drafts: list[int] = drafts_B.tolist()
+        drafts = proposal.caps
+        if proposal.adaptive is not None:
+            assert self._kept is not None
+            drafts = list(map(min, self._kept.settle(proposal.adaptive, agreement), drafts))
+            self._probes.settle(proposal.adaptive.probes, agreement)
+        self._last_kind = agreement.kind
         self._counts.steps += 1
         self._counts.probes += agreement.kind is not Kind.BEST
         self._counts.allotted_drafts += sum(drafts)
@@ -171,11 +228,13 @@ class DraftController:
         self, draft_rows: Sequence[int], draft_s: float, verify_rows: int, verify_s: float
     ) -> None:
         """How long a step took, as `StepCosts.observe`; not one that also computed prompts."""
-        self.costs.observe(draft_rows, draft_s, verify_rows, verify_s)
+        self._last_steps[self._last_kind] = StepTimes(draft_rows, draft_s, verify_rows, verify_s)
 
     def forget(self, key: RequestKey) -> None:
         """A request ended or left."""
         self._estimates.forget(key)
+        if self._kept is not None:
+            self._kept.seconds = _KEEP_S
 
     def snapshot(self) -> DraftSnapshot:
         """For metrics."""
@@ -194,8 +253,8 @@ def fixed_drafts(max_drafts: int) -> DraftController:
     return DraftController(DraftPolicy(max_drafts, adaptive=False), nothing_measured)
 
 
-def _fixed_offer(caps_B: Ints, max_drafts: int) -> DepthOffer:
+def _fixed_offer(caps: list[int], max_drafts: int) -> DepthOffer:
     """Makes the group's ranks agree on the deepest that any of them has."""
-    deepest = int(caps_B.max(initial=0))
+    deepest = max(caps, default=0)
     by_depth = tuple(DepthPrice(min(depth, deepest), 1) for depth in range(max_drafts + 1))
     return DepthOffer(by_depth)

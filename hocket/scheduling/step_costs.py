@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +116,16 @@ class CostCurve:
         weights_J = self._covariance_JJ.diagonal() ** -2.0
         self._seconds = _isotonic(self._means, weights_J.tolist())
         self._table: Floats = np.zeros(0)
+
+
+class StepTimes(NamedTuple):
+    """Of one decode step: rows of each draft pass, seconds of all of them; rows of the verify pass,
+    its seconds."""
+
+    draft_rows: Sequence[int]
+    draft_s: float
+    verify_rows: int
+    verify_s: float
 
 
 class StepCosts:

@@ -8,11 +8,13 @@ draft i is the product of conditionals 0..i.
 
 Pure: read by the draft controller, told by the engine after each verify step.
 
-Shape letters: B requests asked for, K positions, R rows of the tables, O outcomes told.
+Shape letters: B requests asked for, K positions, R rows of the tables; U requests that outcomes
+were told of, O outcomes of each.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from hocket.types import RequestKey
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 # Observations over which a request's own mean forgets, and over which the prior does.
 _OWN_MEMORY = 40.0
@@ -65,7 +68,8 @@ class SurvivalEstimates:
         self._counts_RK = np.zeros((0, max_drafts))
         self._means_RK = np.zeros((0, max_drafts))
         self._kinds_R = np.zeros(0, dtype=np.int64)
-        self._outcomes: dict[int, tuple[int, int]] = {}
+        # (drafted, accepted) of each step, by row.
+        self._outcomes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         last = len(prior.acceptance) - 1
         start_K = [prior.acceptance[min(i, last)] for i in range(max_drafts)]
         # By kind: sampled, greedy. `spreads`: variance of acceptance between requests.
@@ -76,10 +80,7 @@ class SurvivalEstimates:
     def observe(self, key: RequestKey, num_drafted: int, num_accepted: int) -> None:
         """What became of a request's drafts in one step. Raises KeyError when it is unknown."""
         assert num_accepted <= num_drafted <= len(self._positions_K), (num_accepted, num_drafted)
-        row = self._rows[key]
-        if row in self._outcomes:
-            self._count()
-        self._outcomes[row] = (num_drafted, num_accepted)
+        self._outcomes[self._rows[key]].append((num_drafted, num_accepted))
 
     def forget(self, key: RequestKey) -> None:
         """Frees a request's state, if it has any; what it has shown stays in the prior."""
@@ -87,13 +88,15 @@ class SurvivalEstimates:
             self._count()
             self._free.append(self._rows.pop(key))
 
-    def survivals(self, keys: Sequence[RequestKey], are_greedy: Sequence[bool]) -> Floats:
+    def survivals(
+        self, keys: Sequence[RequestKey], are_greedy: Sequence[bool], num_steps: int = 1
+    ) -> Floats:
         """Chance that draft i and all before it are kept, [B, K], never increasing along a row.
-        A new request starts at the prior of its kind. To be called once a step: old observations
-        count a little less each time."""
+        A new request starts at the prior of its kind. Old observations count a little less with
+        each of the `num_steps` since it was last asked."""
         self._count()
-        self._counts_RK = _faded(self._counts_RK, _OWN_REST)
-        self._prior_counts = _faded(self._prior_counts, _PRIOR_REST)
+        self._counts_RK = _faded(self._counts_RK, _OWN_REST, num_steps)
+        self._prior_counts = _faded(self._prior_counts, _PRIOR_REST, num_steps)
         rows_B = [self._rows.get(key, -1) for key in keys]
         if -1 in rows_B:
             known = zip(rows_B, keys, are_greedy, strict=True)
@@ -130,44 +133,49 @@ class SurvivalEstimates:
         return row
 
     def _count(self) -> None:
-        """Takes the collected outcomes, at most one of a request, into means and priors."""
+        """Takes the collected outcomes into means and priors."""
         if not self._outcomes:
             return
-        rows_O = list(self._outcomes)
-        drafted_O, accepted_O = np.array(list(self._outcomes.values())).T
+        rows_U = list(self._outcomes)
+        most = max(map(len, self._outcomes.values()))
+        padded = [told + [(0, 0)] * (most - len(told)) for told in self._outcomes.values()]
         self._outcomes.clear()
-        accepted_OK = self._positions_K < accepted_O[:, None]
-        seen_OK = self._positions_K < np.minimum(drafted_O, accepted_O + 1)[:, None]
-        counts_OK, means_OK = self._counts_RK[rows_O], self._means_RK[rows_O]
-        kinds_O = self._kinds_R[rows_O]
-        for kind in set(kinds_O.tolist()):
-            is_kind_O1 = (kinds_O == kind)[:, None]
-            self._count_prior(kind, accepted_OK, seen_OK & is_kind_O1, counts_OK, means_OK)
-        counts_OK = np.minimum(counts_OK + seen_OK, _OWN_MEMORY)
-        self._counts_RK[rows_O] = counts_OK
-        self._means_RK[rows_O] += seen_OK * (accepted_OK - means_OK) / np.maximum(counts_OK, 1.0)
+        drafted_UO1, accepted_UO1 = np.array(padded)[..., None].transpose(2, 0, 1, 3)
+        seen_UOK = self._positions_K < np.minimum(drafted_UO1, accepted_UO1 + 1)
+        kept_UOK = seen_UOK & (self._positions_K < accepted_UO1)
+
+        # Before each outcome, and then behind all.
+        counts_UK, means_UK = self._counts_RK[rows_U], self._means_RK[rows_U]
+        counts_UOK = counts_UK[:, None] + seen_UOK.cumsum(axis=1) - seen_UOK
+        sums_UOK = (counts_UK * means_UK)[:, None] + kept_UOK.cumsum(axis=1) - kept_UOK
+        means_UOK = sums_UOK / np.maximum(counts_UOK, 1.0)
+        kinds_U = self._kinds_R[rows_U]
+        for kind in set(kinds_U.tolist()):
+            of_kind = kinds_U == kind
+            told = (part[of_kind] for part in (seen_UOK, kept_UOK, counts_UOK, means_UOK))
+            self._count_prior(kind, *told)
+        num_UK = seen_UOK.sum(axis=1)
+        counts_UK = np.minimum(counts_UK + num_UK, _OWN_MEMORY)
+        self._counts_RK[rows_U] = counts_UK
+        surprise_UK = kept_UOK.sum(axis=1) - num_UK * means_UK
+        self._means_RK[rows_U] += surprise_UK / np.maximum(np.maximum(counts_UK, num_UK), 1.0)
 
     def _count_prior(
-        self,
-        kind: int,
-        accepted_OK: NDArray[np.bool_],
-        seen_OK: NDArray[np.bool_],
-        counts_OK: Floats,
-        means_OK: Floats,
+        self, kind: int, seen_UOK: Bools, kept_UOK: Bools, counts_UOK: Floats, means_UOK: Floats
     ) -> None:
         mean_K, spread_K = self._prior_means[kind], self._spreads[kind]
-        num_seen_K = seen_OK.sum(0)
+        num_seen_K = seen_UOK.sum((0, 1))
         total_K = np.minimum(self._prior_counts[kind] + num_seen_K, _PRIOR_MEMORY)
         total_K = np.maximum(total_K, num_seen_K)
-        surprise_OK = (accepted_OK - mean_K) * seen_OK
+        surprise_UOK = kept_UOK - mean_K * seen_UOK
         # Noise of an outcome and noise of a request's mean are independent: the mean of their
         # product is the variance of what lies behind both.
-        tells_OK = seen_OK & (counts_OK >= _TELLING)
-        spread_OK = surprise_OK * (means_OK - mean_K) - spread_K
-        self._spreads[kind] += (spread_OK * tells_OK).sum(0) / total_K
-        self._prior_means[kind] += surprise_OK.sum(0) / total_K
+        tells_UOK = seen_UOK & (counts_UOK >= _TELLING)
+        spread_UOK = surprise_UOK * (means_UOK - mean_K) - spread_K
+        self._spreads[kind] += (spread_UOK * tells_UOK).sum((0, 1)) / total_K
+        self._prior_means[kind] += surprise_UOK.sum((0, 1)) / total_K
         self._prior_counts[kind] = total_K
 
 
-def _faded(counts: Floats, rest: float) -> Floats:
-    return np.maximum(counts * (1.0 - 1.0 / _FADING_STEPS), np.minimum(counts, rest))
+def _faded(counts: Floats, rest: float, num_steps: int) -> Floats:
+    return np.maximum(counts * (1.0 - 1.0 / _FADING_STEPS) ** num_steps, np.minimum(counts, rest))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hocket.scheduling import draft_controller
 from hocket.scheduling.draft_controller import (
     DraftController,
     DraftPolicy,
@@ -17,6 +19,7 @@ from hocket.scheduling.draft_controller import (
     SpeedTarget,
     fixed_drafts,
 )
+from hocket.scheduling.draft_plans import DraftPlans
 from hocket.scheduling.step_costs import StepCosts
 from hocket.scheduling.survival import AcceptancePrior
 from hocket.types import RequestKey
@@ -224,3 +227,38 @@ def test_luck_with_drafts_is_not_asked_for() -> None:
     first = play(DraftPolicy(4), told)
     random.seed(2)
     assert play(DraftPolicy(4), told) == first
+
+
+def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decision takes as long as a part of a step that takes a few milliseconds."""
+    made: list[int] = []
+
+    class Counted(DraftPlans):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self.batch.size)
+
+    monkeypatch.setattr(draft_controller, "DraftPlans", Counted)
+
+    def run(controller: DraftController, running: list[DraftRequest], steps: int) -> int:
+        made.clear()
+        for _ in range(steps):
+            for request, drafts in zip(running, controller.allot(running), strict=True):
+                assert drafts <= request.cap
+                controller.observe(request.key, drafts, drafts)
+        return len(made)
+
+    def short(step_s: float) -> DraftController:
+        return DraftController(DraftPolicy(3), StepCosts.from_points([(1, 1e-6)], [(1, step_s)]))
+
+    assert run(short(0.06), requests(2), 50) == 50
+    controller = short(0.005)
+    assert 5 <= run(controller, requests(2), 50) <= 6
+    assert run(controller, requests(3), 1) == 1
+    assert run(controller, requests(3, cap=1), 1) == 0
+    controller.forget(RequestKey("2"))
+    assert run(controller, requests(2), 1) == 1
+    # Outcomes of the steps between are all counted.
+    assert controller.snapshot().acceptance_sampled[0] > 0.9

@@ -11,10 +11,10 @@ import logging
 import torch
 
 from hocket.clock import Clock
-from hocket.execution.model_runner import ModelRunner, StepTimes
+from hocket.execution.model_runner import ModelRunner
 from hocket.execution.sequence import Sequence
 from hocket.request_params import SamplingParams, StoppingParams
-from hocket.scheduling.step_costs import Point, StepCosts
+from hocket.scheduling.step_costs import Point, StepCosts, StepTimes
 from hocket.types import RequestKey
 
 _REPEATS = 3
