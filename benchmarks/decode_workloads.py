@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import subprocess
 from collections.abc import Sequence
@@ -28,12 +29,14 @@ TRUTH_CHOICE = 1_000_003
 
 @dataclass(frozen=True)
 class Workload:
-    """`config` None means the embedded checkpoint with its own drafts; else a random one."""
+    """`config` None means the embedded checkpoint with its own drafts; else a random one. The
+    former continues the beginnings in `prompts`, None: this repository's docstrings."""
 
     name: str
     shows: str
     config: ModelConfig | None
     prompt_tokens: int = 64
+    prompts: Path | None = None
 
     @property
     def is_synthetic(self) -> bool:
@@ -87,6 +90,12 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("tiny", "the embedded model, its own drafts, text it was not trained on", None),
+        Workload(
+            "tiny-held-out",
+            "the embedded model, its own drafts, text of the kind it was trained on, held out",
+            None,
+            prompts=REPOSITORY / "benchmarks" / "data" / "held_out_prompts.json",
+        ),
         Workload("peers", "8 layers, hidden 512, 32 experts top-4, MLA 128 + 32", PEERS_CONFIG),
         Workload("large", "weights beyond the caches: 8 layers, 8 experts top-2", LARGE_CONFIG),
         Workload("large-dense", "weights beyond the caches: 8 layers, dense", LARGE_DENSE_CONFIG),
@@ -119,13 +128,15 @@ def commit() -> str:
 
 
 def prompts_of(workload: Workload, count: int, vocab_size: int) -> list[list[int]]:
-    """`count` prompts of equal length: docstrings of this repository for the embedded model (its
-    corpus has none of them), addressed random token ids for a random one."""
+    """`count` prompts of equal length: for the embedded model docstrings that it was not trained
+    on, of this repository (its corpus has none of them) or held out from its corpus; addressed
+    random token ids for a random one."""
     length = workload.prompt_tokens
     if workload.is_synthetic:
         return [truth_tokens(1_000 + i, length, vocab_size) for i in range(count)]
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids for text in _docstrings()]
+    texts = _docstrings() if workload.prompts is None else _beginnings(workload.prompts)
+    prompts = [tokenizer.encode(text).ids for text in texts]
     prompts = [ids[:length] for ids in prompts if len(ids) >= length]
     assert len(prompts) >= count, f"{len(prompts)} docstrings of {length} tokens, {count} needed"
     return prompts[:count]
@@ -164,6 +175,12 @@ class ForcedSampler:
             for row, position in zip(params, positions, strict=True)
         ]
         return torch.tensor(scripted, device=sampled_N.device)
+
+
+def _beginnings(path: Path) -> list[str]:
+    """Of documents held out when the embedded model was trained (`Corpus.held_out` in
+    tools/tiny_model/corpus.py), up to 16 of each package, lowest hash first."""
+    return [document["text"] for document in json.loads(path.read_text())]
 
 
 def _docstrings() -> list[str]:

@@ -28,14 +28,14 @@ _logger = logging.getLogger(__name__)
 def measure_step_costs(
     runner: ModelRunner, max_batch: int, max_drafts: int, clock: Clock
 ) -> StepCosts:
-    """Times steps of 1, 2, 4, ... `max_batch` requests with a draft each, and one step with
-    `max_drafts` each. Of every size the quickest of three. Takes some seconds at most, and the
-    blocks of at least one sequence."""
+    """Times a step of one request without drafts, steps of 1, 2, 4, ... `max_batch` requests with a
+    draft each, and one step with `max_drafts` each. Of every size the quickest of three. Takes some
+    seconds at most, and the blocks of at least one sequence."""
     started = clock.now()
     sizes = [(2**i, 1) for i in range(max_batch.bit_length()) if 2**i < max_batch]
     draft: list[Point] = []
     verify: list[Point] = []
-    for size, drafts in [*sizes, (max_batch, 1), (max_batch, max_drafts)]:
+    for size, drafts in [(1, 0), *sizes, (max_batch, 1), (max_batch, max_drafts)]:
         if draft and (size > runner.cache.pool.num_free or clock.now() - started > _MOST_S):
             break
         timings = [_time_step(runner, size, drafts) for _ in range(_REPEATS)]
