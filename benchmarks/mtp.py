@@ -73,7 +73,7 @@ class Options:
         if workload.is_synthetic:
             num_requests, tokens = max(batch, 4), 20 if batch <= 4 else 16
         else:
-            num_requests, tokens = max(batch, 8), 32
+            num_requests, tokens = max(batch, 8), 64
         return Span(batch, max(8, round(tokens * self.scale)), num_requests)
 
 

@@ -26,6 +26,7 @@ from hocket.scheduling.draft_controller import DraftController, DraftRequest
 from hocket.types import DraftCounts, RequestKey
 
 STEPS_PER_BARE_PASS = 3
+LEARNING_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,18 @@ class Variant:
             self._begin(self._seats[-1])
 
     def warm_up(self) -> None:
-        """A step and its bare passes."""
+        """A step and its bare passes. With a controller passes for `LEARNING_S`: it learns while a
+        worker serves, not in the few steps that a pass has."""
         self.begin_pass()
         self._runner.decode([seat.sequence for seat in self._seats], self._most_drafts())
+        if self._controller is not None:
+            started = perf_counter()
+            while perf_counter() - started < LEARNING_S:
+                self.steps = []
+                self.begin_pass()
+                while not self.is_done:
+                    self.take_step()
+            self.steps, self.decide_s, self.counts = [], [], DraftCounts()
         self._time_bare_passes()
         self.verify_s, self.draft_s = [], []
 

@@ -38,8 +38,11 @@ from hocket.scheduling.step_costs import Point, StepCosts, StepTimes
 from hocket.scheduling.survival import AcceptancePrior, SurvivalEstimates
 from hocket.types import RequestKey
 
-# For how long a plan is kept: a decision takes half a millisecond, where steps are short.
-_KEEP_S = 0.05
+# For how long a plan is kept: a decision takes half a millisecond to one, much of a short step.
+_KEEP_S = 0.2
+# A step without drafts counts for so much more, where there were none and where there were some:
+# prices are not known better, and to begin again writes all the entries that have waited.
+_NONE_TO_DRAFT, _NONE_TO_STOP = 1.04, 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class DraftController:
         self._counts = DraftSnapshot()
         self._kept: _Kept | None = None
         self._last_kind = Kind.BEST
-        self._last_steps: dict[Kind, StepTimes] = {}
+        self._steps: dict[Kind, list[StepTimes]] = {kind: [] for kind in Kind}
 
     def allot(self, requests: Sequence[DraftRequest]) -> list[int]:
         """Drafts for each request of the next step, at most its cap; of a rank that is alone."""
@@ -190,17 +193,18 @@ class DraftController:
         keys, are_greedy = [r.key for r in requests], [r.is_greedy for r in requests]
         steps = self._kept.steps if self._kept is not None else 1
         survivals_BK = self._estimates.survivals(keys, are_greedy, steps)
-        for times in self._last_steps.values():
-            self.costs.observe(*times)
-        self._last_steps.clear()
+        for times in self._steps.values():
+            self.costs.observe(times)
+            times.clear()
         batch = Batch(survivals_BK, np.array(caps, dtype=np.int64), self.policy.min_passes)
         pending_B = np.array([request.pending_rows for request in requests], dtype=np.int64)
         tables = Tables(
-            self.costs.draft.table(batch.size + int(pending_B.sum())),
+            self.costs.draft.table(batch.size + sum(caps) + int(pending_B.sum())),
             self.costs.verify.table(batch.size + sum(caps)),
         )
         target = self.policy.tokens_per_s(batch.size)
-        plans = DraftPlans(batch, tables, target)
+        worth_of_none = _NONE_TO_DRAFT if self._probes.base_depth == 0 else _NONE_TO_STOP
+        plans = DraftPlans(batch, tables, target, worth_of_none)
         probes = self._probes.plan(plans, pending_B, target)
         by_depth = tuple(DepthPrice.of(price, target) for price in plans.prices)
         more, fewer = probes.more.offer, probes.fewer.offer
@@ -227,8 +231,10 @@ class DraftController:
     def observe_step(
         self, draft_rows: Sequence[int], draft_s: float, verify_rows: int, verify_s: float
     ) -> None:
-        """How long a step took, as `StepCosts.observe`; not one that also computed prompts."""
-        self._last_steps[self._last_kind] = StepTimes(draft_rows, draft_s, verify_rows, verify_s)
+        """How long the last step took, as `StepTimes`; not one that also computed prompts."""
+        if self._kept is not None:
+            times = StepTimes(draft_rows, draft_s, verify_rows, verify_s)
+            self._steps[self._last_kind].append(times)
 
     def forget(self, key: RequestKey) -> None:
         """A request ended or left."""

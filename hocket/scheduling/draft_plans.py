@@ -7,9 +7,10 @@ the best of them is the best of all plans; for any costs it is at least as good 
 the same number. Where the slowest request has a target, the order in which each draft goes to the
 request that has least is looked at, too.
 
-The first draft pass writes the MTP entries of tokens emitted since a request's last drafts, one at
-least; it is priced with one row for each request that drafts. To charge what has piled up to the
-step that happens to write it would keep a batch from drafting just because it has not for long.
+The first draft pass writes the MTP entries of tokens emitted since a request's last drafts. It is
+priced with as many rows as the plan is expected to leave for the next one: of each request that
+drafts one, and its accepted drafts. To charge what has piled up to the step that happens to write
+it would keep a batch from drafting just because it has not for long.
 
 Shape letters: B requests, K positions of a draft, N drafts that the caps allow, M = N + 1 prefixes
 of an order (with two orders: of both).
@@ -71,7 +72,11 @@ class DraftPlans:
     none does, the fastest slowest request.
     """
 
-    def __init__(self, batch: Batch, tables: Tables, tokens_per_s: float = 0.0) -> None:
+    def __init__(
+        self, batch: Batch, tables: Tables, tokens_per_s: float = 0.0, worth_of_none: float = 1.0
+    ) -> None:
+        """`worth_of_none`: factor on the tokens of a step without drafts, so that others must bring
+        some more to be taken."""
         self.batch = batch
         self._tables = tables
         self.max_depth: int = batch.survivals_BK.shape[1]
@@ -95,7 +100,8 @@ class DraftPlans:
         at = (self._positions_K1[:, 0], self._best_K)
         best = (tokens_KM[at].tolist(), slowest_KM[at].tolist(), seconds_KM[at].tolist())
         slowest = 1.0 if batch.size else math.inf
-        nothing = Price(float(batch.size), slowest, float(tables.verify[batch.size]))
+        tokens = worth_of_none * batch.size
+        nothing = Price(tokens, slowest, float(tables.verify[batch.size]))
         self.prices = [nothing, *map(Price, *best)]
 
     def drafts(self, depth: int) -> Ints:
@@ -112,21 +118,22 @@ class DraftPlans:
         size = self.batch.size
         got_B = self._levels_BD[np.arange(size), drafts_B]
         rows_K = size - np.bincount(drafts_B, minlength=self.max_depth + 1).cumsum()[:-1]
-        given = int(rows_K.sum())
-        rows_K[0] += late_rows
-        draft_s = self._draft_s(rows_K)[:depth].sum()
+        accepted = float(got_B.sum())
+        draft_s = self._draft_s(rows_K, rows_K[0] + accepted + late_rows)[depth - 1] if depth else 0
         return Price(
-            tokens=size + float(got_B.sum()),
+            tokens=size + accepted,
             slowest=1.0 + float(got_B.min(initial=math.inf)),
-            seconds=float(draft_s + self._tables.verify[size + given]),
+            seconds=float(draft_s + self._tables.verify[size + int(rows_K.sum())]),
         )
 
-    def _draft_s(self, rows_K: Ints) -> Floats:
-        """Seconds of the draft passes that each depth 1 to K adds, [K] or [K, M]."""
-        draft_K = self._tables.draft.take(rows_K)
-        num_first = self.batch.min_passes
-        draft_K[0] *= num_first
-        draft_K[1:num_first] = 0.0
+    def _draft_s(self, rows_K: Ints, first_rows: Floats | float) -> Floats:
+        """Seconds of all draft passes of depths 1 to K, [K] or [K, M]; with `first_rows` in the
+        first one."""
+        table, num_first = self._tables.draft, self.batch.min_passes
+        draft_K = table.take(rows_K)
+        draft_K[:num_first] = 0.0
+        draft_K = draft_K.cumsum(axis=0)
+        draft_K += num_first * np.interp(first_rows, np.arange(len(table)), table)
         return draft_K
 
     def _prefixes(
@@ -142,7 +149,7 @@ class DraftPlans:
         tokens_KM += self.batch.size
         rows_KM = given_KM.copy()
         rows_KM[1:] -= given_KM[:-1]
-        seconds_KM = self._draft_s(rows_KM).cumsum(axis=0)
+        seconds_KM = self._draft_s(rows_KM, tokens_KM - self.batch.size + given_KM[0])
         seconds_KM += self._tables.verify.take(given_KM + self.batch.size)
         slowest_KM = self._slowest(order) if has_target else tokens_KM
         return given_KM, tokens_KM, slowest_KM, seconds_KM

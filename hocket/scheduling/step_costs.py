@@ -74,16 +74,17 @@ class CostCurve:
         """The curve as it is read now, at its knots."""
         return tuple(zip(_KNOTS, self._seconds, strict=True))
 
-    def observe(self, rows: Sequence[int], seconds: float) -> None:
-        """Passes of so many rows each took `seconds` in all."""
+    def observe(self, rows: Sequence[int], seconds: float, num_steps: int = 1) -> None:
+        """Passes of so many rows each took `seconds` in all, in that many steps."""
         expected_s, shares_J = self._expect(rows)
-        self._covariance_JJ *= 1.0 - _FADES
-        self._covariance_JJ += _FADES * _STALE**2 * _TOGETHER_JJ
+        fades = _FADES * num_steps
+        self._covariance_JJ *= 1.0 - fades
+        self._covariance_JJ += fades * _STALE**2 * _TOGETHER_JJ
         if abs(self._outliers) > _HICCUPS:
             self._covariance_JJ += _STALE**2
 
         told_J = self._covariance_JJ @ shares_J
-        variance = float(shares_J @ told_J) + _NOISE**2
+        variance = float(shares_J @ told_J) + _NOISE**2 / num_steps
         surprise = math.log(max(seconds, 1e-9) / expected_s)
         believed = min(1.0, _BELIEVED * math.sqrt(variance) / max(abs(surprise), 1e-9))
         self._logs_J += told_J * (believed * surprise / variance)
@@ -141,15 +142,15 @@ class StepCosts:
         each, from one row to as many as a full batch has. Raises ValueError as `CostCurve`."""
         return cls(CostCurve(draft), CostCurve(verify))
 
-    def observe(
-        self, draft_rows: Sequence[int], draft_s: float, verify_rows: int, verify_s: float
-    ) -> None:
-        """One measured step. `draft_rows`: rows of each draft pass, which took `draft_s` in all;
-        empty when there was none. Steps that also computed prompts are not to be told."""
-        if draft_rows:
-            self.draft.observe(draft_rows, draft_s)
-        if verify_rows:
-            self.verify.observe([verify_rows], verify_s)
+    def observe(self, steps: Sequence[StepTimes]) -> None:
+        """Measured steps, like one another; not such that also computed prompts."""
+        drafted = [step for step in steps if step.draft_rows]
+        if drafted:
+            rows = [rows for step in drafted for rows in step.draft_rows]
+            self.draft.observe(rows, sum(step.draft_s for step in drafted), len(drafted))
+        if steps:
+            rows = [step.verify_rows for step in steps]
+            self.verify.observe(rows, sum(step.verify_s for step in steps), len(steps))
 
 
 def _line(knots: Sequence[int], seconds: Sequence[float], at: NDArray[np.int64]) -> Floats:

@@ -80,7 +80,9 @@ class SurvivalEstimates:
     def observe(self, key: RequestKey, num_drafted: int, num_accepted: int) -> None:
         """What became of a request's drafts in one step. Raises KeyError when it is unknown."""
         assert num_accepted <= num_drafted <= len(self._positions_K), (num_accepted, num_drafted)
-        self._outcomes[self._rows[key]].append((num_drafted, num_accepted))
+        row = self._rows[key]
+        if num_drafted:
+            self._outcomes[row].append((num_drafted, num_accepted))
 
     def forget(self, key: RequestKey) -> None:
         """Frees a request's state, if it has any; what it has shown stays in the prior."""

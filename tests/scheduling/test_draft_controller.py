@@ -253,8 +253,8 @@ def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(
     def short(step_s: float) -> DraftController:
         return DraftController(DraftPolicy(3), StepCosts.from_points([(1, 1e-6)], [(1, step_s)]))
 
-    assert run(short(0.06), requests(2), 50) == 50
-    controller = short(0.005)
+    assert run(short(0.22), requests(2), 50) == 50
+    controller = short(0.02)
     assert 5 <= run(controller, requests(2), 50) <= 6
     assert run(controller, requests(3), 1) == 1
     assert run(controller, requests(3, cap=1), 1) == 0

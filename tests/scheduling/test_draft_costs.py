@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.scheduling.step_costs import CostCurve, Point, StepCosts
+from hocket.scheduling.step_costs import CostCurve, Point, StepCosts, StepTimes
 
 FLAT_THEN_LINEAR = [(1, 0.020), (16, 0.020), (32, 0.030), (64, 0.050)]
 
@@ -106,6 +106,6 @@ def test_passes_of_different_rows_are_told_apart_by_steps_that_mix_them() -> Non
 def test_a_step_without_drafts_says_nothing_about_them() -> None:
     costs = StepCosts.from_points(draft=[(1, 0.002)], verify=[(1, 0.020)])
     for _ in range(100):
-        costs.observe([], 0.0, 8, 0.040)
+        costs.observe([StepTimes([], 0.0, 8, 0.040)])
     assert seconds(costs.draft, 8) == pytest.approx(0.002)
     assert seconds(costs.verify, 8) == pytest.approx(0.040, rel=0.02)

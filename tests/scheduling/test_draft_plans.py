@@ -144,3 +144,11 @@ def test_a_target_for_the_slowest_gives_drafts_to_the_unlikely_too() -> None:
     assert best(0.8) == [1, 0]  # 2.6; 0.90
     assert best(0.95) == [1, 1]  # 2.4; 0.99
     assert best(1.0) == [0, 0]  # 2.0; 1.00
+
+
+def test_the_first_pass_has_the_rows_that_accepted_drafts_leave_for_it() -> None:
+    batch = Batch(np.array([[0.5, 0.25], [0.0, 0.0]]), np.array([2, 0]))
+    plans = DraftPlans(batch, Tables(np.arange(9.0), np.full(9, 10.0)))
+    # 1 + 0.5 rows; 1 + 0.75 rows, and a row in the second pass.
+    assert plans.price(np.array([1, 0]), 1).seconds == pytest.approx(11.5)
+    assert plans.price(np.array([2, 0]), 2).seconds == pytest.approx(12.75)

@@ -7,6 +7,8 @@ they write into are given back. Real steps refine the curves later (`hocket.sche
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from statistics import fmean
 
 import torch
 
@@ -28,23 +30,26 @@ _logger = logging.getLogger(__name__)
 def measure_step_costs(
     runner: ModelRunner, max_batch: int, max_drafts: int, clock: Clock
 ) -> StepCosts:
-    """Times a step of one request without drafts, steps of 1, 2, 4, ... `max_batch` requests with a
-    draft each, and one step with `max_drafts` each. Of every size the quickest of three. Takes some
-    seconds at most, and the blocks of at least one sequence."""
+    """Times steps of 1, 2, 4, ... `max_batch` requests, without drafts and with one each, and one
+    with `max_drafts` each. Of every kind the quickest of three; of two with as many rows, of more
+    requests or more drafts, the mean. Takes some seconds at most, and the blocks of at least one
+    sequence."""
     started = clock.now()
-    sizes = [(2**i, 1) for i in range(max_batch.bit_length()) if 2**i < max_batch]
+    sizes = [2**i for i in range(max_batch.bit_length()) if 2**i < max_batch] + [max_batch]
+    steps = [(size, drafts) for size in sizes for drafts in (0, 1)] + [(max_batch, max_drafts)]
     draft: list[Point] = []
-    verify: list[Point] = []
-    for size, drafts in [(1, 0), *sizes, (max_batch, 1), (max_batch, max_drafts)]:
+    verify: defaultdict[int, list[float]] = defaultdict(list)
+    for size, drafts in steps:
         if draft and (size > runner.cache.pool.num_free or clock.now() - started > _MOST_S):
             break
         timings = [_time_step(runner, size, drafts) for _ in range(_REPEATS)]
         if drafts == 1:
             rows = timings[0].draft_rows
             draft.append((rows[0], min(times.draft_s for times in timings) / len(rows)))
-        verify.append((size * (1 + drafts), min(times.verify_s for times in timings)))
-    _logger.info("step costs measured", extra={"draft_s": draft, "verify_s": verify})
-    return StepCosts.from_points(draft, verify)
+        verify[size * (1 + drafts)].append(min(times.verify_s for times in timings))
+    points = [(rows, fmean(seconds)) for rows, seconds in verify.items()]
+    _logger.info("step costs measured", extra={"draft_s": draft, "verify_s": points})
+    return StepCosts.from_points(draft, points)
 
 
 def _time_step(runner: ModelRunner, size: int, num_drafts: int) -> StepTimes:
