@@ -48,7 +48,7 @@ class Probes:
     """The depth that a rank's probes begin from, and what it has saved for them."""
 
     def __init__(self) -> None:
-        self.base_depth = 0
+        self.base_depth = 1  # a model that has drafts is expected to gain by them
         self._more = _Savings(_MORE_SHARE)
         self._fewer = _Savings(_FEWER_SHARE)
 

@@ -73,6 +73,8 @@ class SurvivalEstimates:
         last = len(prior.acceptance) - 1
         start_K = [prior.acceptance[min(i, last)] for i in range(max_drafts)]
         # By kind: sampled, greedy. `spreads`: variance of acceptance between requests.
+        self._start_K = np.array(start_K)
+        self._start_weight = prior.weight
         self._prior_counts = np.full((2, max_drafts), prior.weight)
         self._prior_means = np.array([start_K, start_K])
         self._spreads = self._prior_means * (1.0 - self._prior_means) / _START_OWN
@@ -105,7 +107,7 @@ class SurvivalEstimates:
             rows_B = [self._begin(key, kind) if row < 0 else row for row, key, kind in known]
         counts_BK, means_BK = self._counts_RK[rows_B], self._means_RK[rows_B]
         # The best weight for a mean of n outcomes, of variance p (1 - p) each, is n / (n + weight).
-        priors = self._prior_means
+        priors = self._tied_priors()
         weights = priors * (1.0 - priors) / np.maximum(self._spreads, 1e-4)
         weights = np.minimum(np.maximum(weights, _LEAST_OWN), _MOST_OWN)
         kinds_B = self._kinds_R[rows_B]
@@ -121,6 +123,18 @@ class SurvivalEstimates:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def _tied_priors(self) -> Floats:
+        """The priors by kind, [2, K]. Where the position before went better than at first assumed,
+        so will one of which little is known."""
+        priors = self._prior_means.copy()
+        for position in range(1, len(self._start_K)):
+            before, assumed = self._start_K[position - 1 : position + 1]
+            if before > 0.0:
+                tied = np.clip(assumed * priors[:, position - 1] / before, assumed, 1.0)
+                share = self._start_weight / self._prior_counts[:, position]
+                priors[:, position] += np.minimum(share, 1.0) * (tied - assumed)
+        return priors.clip(max=1.0, out=priors)
 
     def _begin(self, key: RequestKey, is_greedy: bool) -> int:
         if not self._free:
