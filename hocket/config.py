@@ -374,10 +374,14 @@ def _check_together(config: Config) -> None:
         raise wrong("redis.lease_s", lease_s, limit)
     check_transfer(config.transfer, config.faults)
     for most, tokens_per_s in config.decode.interactivity.items():
-        if not (most.isdecimal() and int(most) > 0):
-            raise wrong("decode.interactivity", most, "a table whose keys are numbers of requests")
+        if not (most.isdecimal() and str(int(most)) == most != "0"):
+            limit = "a table whose keys are numbers of requests: 8, not 08"
+            raise wrong("decode.interactivity", most, limit)
         if not tokens_per_s > 0:
             raise wrong(f"decode.interactivity.{most}", tokens_per_s, "above 0")
+    if config.decode.synthetic_acceptance > 0 and config.decode.draft_tokens == 0:
+        limit = "0 where decode.draft_tokens is 0: there are no drafts to accept"
+        raise wrong("decode.synthetic_acceptance", config.decode.synthetic_acceptance, limit)
     if config.autoscaler.enabled:
         check_pool("prefill", config.prefill.workers, config.autoscaler.prefill)
         check_pool("decode", config.decode.workers, config.autoscaler.decode)

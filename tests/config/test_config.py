@@ -98,6 +98,10 @@ def test_an_override_that_is_not_toml_is_a_string(override: str, value: str) -> 
         ("parallel.tensor=2", ["parallel.tensor", "2", "1"]),
         ("parallel.context=8", ["parallel.context", "8", "1"]),
         ("model.max_context_tokens=1", ["model.max_context_tokens", "1", "0, or at least 2"]),
+        ("decode.interactivity={08=50.0}", ["decode.interactivity", "'08'", "8, not 08"]),
+        ("decode.interactivity={0=50.0}", ["decode.interactivity", "'0'", "numbers of requests"]),
+        ("decode.interactivity={8=0.0}", ["decode.interactivity.8", "0.0", "above 0"]),
+        ("decode.interactivity={8=inf}", ["decode.interactivity.8", "inf"]),
         ("telemetry.metrics_port=-2", ["telemetry.metrics_port", "-2", "from -1 to 65535"]),
         ("gateway.port", ["gateway.port", "section.key=value"]),
         ("port=3", ["port=3", "section.key=value"]),
@@ -108,6 +112,12 @@ def test_a_wrong_key_or_value_is_named_with_the_way_out(override: str, parts: li
         load_config(None, [override])
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_drafts_that_are_never_made_cannot_be_accepted() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.synthetic_acceptance.*decode\.draft_tokens"):
+        load_config(None, ["decode.draft_tokens=0", "decode.synthetic_acceptance=0.8"])
+    load_config(None, ["decode.draft_tokens=2", "decode.synthetic_acceptance=0.8"])
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
