@@ -164,6 +164,7 @@ def tables(
         Text(),
         _workers(status.workers),
         *_kept_out(status.workers),
+        *_synthetic(status.workers),
         Text(),
         _figures(gateway, before.gateway if before is not None else None),
     ]
@@ -251,6 +252,18 @@ def _kept_out(workers: Sequence[cluster.WorkerStatus]) -> Iterator[Text]:
     for status in workers:
         if status.kept_out and status.is_connected:
             text = f"{status.worker.worker_id} gets no requests: it {status.kept_out}"
+            yield Text(text, style="red")
+
+
+def _synthetic(workers: Sequence[cluster.WorkerStatus]) -> Iterator[Text]:
+    """Whose output is not the model's."""
+    for status in workers:
+        worker = status.worker
+        if worker.synthetic_acceptance > 0:
+            text = (
+                f"{worker.worker_id} accepts drafts at random (SYNTHETIC, "
+                f"{worker.synthetic_acceptance:.2f}): what it says is not the model's"
+            )
             yield Text(text, style="red")
 
 

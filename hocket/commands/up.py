@@ -163,6 +163,8 @@ def _serving_table(config: Config, serving: Serving) -> Table:
     for worker in serving.workers:
         tokens = worker.num_blocks * worker.block_tokens
         drafts = f", {worker.max_draft_tokens} drafts" if worker.role.value == "decode" else ""
+        if worker.synthetic_acceptance > 0:
+            drafts += f", SYNTHETIC acceptance {worker.synthetic_acceptance:.2f}"
         table.add_row(worker.worker_id, worker.address, f"{tokens:,} tokens of KV{drafts}")
     table.add_row("store", serving.redis_url, "worker registry")
     pages = {"gateway": serving.metrics_address}
