@@ -209,7 +209,7 @@ class Variant:
         started = perf_counter()
         times = self._runner.last_step
         assert times is not None, "a step that worked"
-        self._controller.observe_step(*times)
+        self._controller.observe_step(times)
         for seat, output in zip(self._seats, outputs, strict=True):
             self._controller.observe(seat.sequence.key, output.num_drafted, output.num_accepted)
         self.decide_s[-1] += perf_counter() - started

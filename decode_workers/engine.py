@@ -285,7 +285,7 @@ class DecodeEngine:
             if plan:
                 self._decode([planned.key for planned in plan], num_drafts, now)
                 if not chunks and (times := self._runner.last_step) is not None:
-                    self._drafts.observe_step(*times)
+                    self._drafts.observe_step(times)
         if plan or not chunks:
             self._decode_steps += 1
         return True

@@ -144,7 +144,7 @@ class LocalEngine:
         ]
         outputs = self.runner.decode([r.sequence for r in decoding], self.drafts.allot(asked))
         if (times := self.runner.last_step) is not None:
-            self.drafts.observe_step(*times)
+            self.drafts.observe_step(times)
         for request, output in zip(decoding, outputs, strict=True):
             request.logprobs += output.logprobs
             request.finish_reason = output.finish_reason

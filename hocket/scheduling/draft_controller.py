@@ -32,7 +32,7 @@ from hocket.scheduling.depth_agreement import (
     Kind,
     agree,
 )
-from hocket.scheduling.draft_plans import Batch, DraftPlans, Tables
+from hocket.scheduling.draft_plans import Batch, DraftPlans, Floats, Tables
 from hocket.scheduling.draft_probes import ProbePair, Probes
 from hocket.scheduling.step_costs import Point, StepCosts, StepTimes
 from hocket.scheduling.survival import AcceptancePrior, SurvivalEstimates
@@ -181,18 +181,23 @@ class DraftController:
         most = self.policy.max_drafts
         caps = [min(max(request.cap, 0), most) for request in requests]
         if not self.policy.adaptive or most == 0:
-            self._estimates.survivals(keys, [r.is_greedy for r in requests])
+            self._survivals(requests, keys, 1)
             return Proposal(_fixed_offer(caps, most), caps)
         if self._kept is not None and self._kept.serves(keys, caps):
             return replace(self._kept.proposal, caps=caps)
-        proposal = self._plan(requests, caps)
+        num_steps = self._kept.steps if self._kept is not None else 1
+        proposal = self._plan(requests, caps, self._survivals(requests, keys, num_steps))
         self._kept = _Kept(proposal, keys)
         return proposal
 
-    def _plan(self, requests: Sequence[DraftRequest], caps: list[int]) -> Proposal:
-        keys, are_greedy = [r.key for r in requests], [r.is_greedy for r in requests]
-        steps = self._kept.steps if self._kept is not None else 1
-        survivals_BK = self._estimates.survivals(keys, are_greedy, steps)
+    def _survivals(
+        self, requests: Sequence[DraftRequest], keys: list[RequestKey], num_steps: int
+    ) -> Floats:
+        return self._estimates.survivals(keys, [r.is_greedy for r in requests], num_steps)
+
+    def _plan(
+        self, requests: Sequence[DraftRequest], caps: list[int], survivals_BK: Floats
+    ) -> Proposal:
         for times in self._steps.values():
             self.costs.observe(times)
             times.clear()
@@ -228,12 +233,9 @@ class DraftController:
         """What became of the drafts of a request that was in the last step."""
         self._estimates.observe(key, num_drafted, num_accepted)
 
-    def observe_step(
-        self, draft_rows: Sequence[int], draft_s: float, verify_rows: int, verify_s: float
-    ) -> None:
-        """How long the last step took, as `StepTimes`; not one that also computed prompts."""
+    def observe_step(self, times: StepTimes) -> None:
+        """How long the last step took; not one that also computed prompts."""
         if self._kept is not None:
-            times = StepTimes(draft_rows, draft_s, verify_rows, verify_s)
             self._steps[self._last_kind].append(times)
 
     def forget(self, key: RequestKey) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ class SurvivalEstimates:
         last = len(prior.acceptance) - 1
         start_K = [prior.acceptance[min(i, last)] for i in range(max_drafts)]
         # By kind: sampled, greedy. `spreads`: variance of acceptance between requests.
-        self._start_K = np.array(start_K)
+        self._start = start_K
         self._start_weight = prior.weight
         self._prior_counts = np.full((2, max_drafts), prior.weight)
         self._prior_means = np.array([start_K, start_K])
@@ -127,14 +128,14 @@ class SurvivalEstimates:
     def _tied_priors(self) -> Floats:
         """The priors by kind, [2, K]. Where the position before went better than at first assumed,
         so will one of which little is known."""
-        priors = self._prior_means.copy()
-        for position in range(1, len(self._start_K)):
-            before, assumed = self._start_K[position - 1 : position + 1]
-            if before > 0.0:
-                tied = np.clip(assumed * priors[:, position - 1] / before, assumed, 1.0)
-                share = self._start_weight / self._prior_counts[:, position]
-                priors[:, position] += np.minimum(share, 1.0) * (tied - assumed)
-        return priors.clip(max=1.0, out=priors)
+        # Few numbers, one after the other: plain ones are faster than arrays.
+        priors: list[list[float]] = self._prior_means.tolist()
+        for prior, counts in zip(priors, self._prior_counts.tolist(), strict=True):
+            for i, (before, assumed) in enumerate(pairwise(self._start), start=1):
+                if before > 0.0:
+                    tied = min(max(assumed * prior[i - 1] / before, assumed), 1.0)
+                    prior[i] += min(self._start_weight / counts[i], 1.0) * (tied - assumed)
+        return np.minimum(priors, 1.0)
 
     def _begin(self, key: RequestKey, is_greedy: bool) -> int:
         if not self._free:

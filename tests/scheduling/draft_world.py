@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hocket.scheduling.draft_controller import DraftController, DraftPolicy, DraftRequest
-from hocket.scheduling.step_costs import StepCosts
+from hocket.scheduling.step_costs import StepCosts, StepTimes
 from hocket.types import RequestKey
 
 MAX_PENDING = 64
@@ -118,7 +118,8 @@ class SimulatedWorker:
         verify_s = unit_s * self._verify(verify_rows)
         noise = self._draw.uniform(1.0 - self._noise, 1.0 + self._noise)
         noise *= 10.0 if self._draw.random() < self._hiccups else 1.0
-        self.controller.observe_step(draft_rows, noise * draft_s, verify_rows, noise * verify_s)
+        times = StepTimes(draft_rows, noise * draft_s, verify_rows, noise * verify_s)
+        self.controller.observe_step(times)
         for request, num_drafts in zip(requests, drafts, strict=True):
             accepted = request.verify(num_drafts, progress)
             self.controller.observe(request.key, num_drafts, accepted)

@@ -20,7 +20,7 @@ from hocket.scheduling.draft_controller import (
     fixed_drafts,
 )
 from hocket.scheduling.draft_plans import DraftPlans
-from hocket.scheduling.step_costs import StepCosts
+from hocket.scheduling.step_costs import StepCosts, StepTimes
 from hocket.scheduling.survival import AcceptancePrior
 from hocket.types import RequestKey
 from tests.scheduling.draft_world import (
@@ -77,7 +77,8 @@ def play(
         drafts = controller.allot(running)
         decisions.append(drafts)
         rows = [len(running)] if any(drafts) else []
-        controller.observe_step(rows, step_s, len(running) + sum(drafts), step_s)
+        times = StepTimes(rows, step_s, len(running) + sum(drafts), step_s)
+        controller.observe_step(times)
         for request, num_drafts in zip(running, drafts, strict=True):
             controller.observe(request.key, num_drafts, min(luck, num_drafts))
             if luck == 0:
@@ -105,7 +106,7 @@ def test_a_fixed_number_is_kept_whatever_is_observed() -> None:
     running = [*requests(2), DraftRequest(RequestKey("short"), 1)]
     for _ in range(50):
         assert controller.allot(running) == [3, 3, 1]
-        controller.observe_step([3], 1.0, 10, 1.0)
+        controller.observe_step(StepTimes([3], 1.0, 10, 1.0))
         for request, drafts in zip(running, (3, 3, 1), strict=True):
             controller.observe(request.key, drafts, 0)
     assert controller.snapshot().acceptance_sampled[0] < 0.3
