@@ -24,7 +24,7 @@ from hocket.config import load_config
 from hocket.errors import HocketError, InvalidRequest, WorkerUnavailable
 from hocket.rpc.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
 from hocket.rpc.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
-from hocket.types import Fingerprint, Role, WorkerDescription
+from tests.cluster.worker_descriptions import describe
 
 GENERATE, STATUS, SCALE = ["generate", "Hi"], ["status"], ["scale", "prefill=2"]
 
@@ -184,22 +184,7 @@ def test_what_is_copied_from_the_table_of_up_is_never_folded(folder: str) -> Non
 
 @pytest.mark.parametrize(("rate", "is_told"), [(0.7, True), (0.0, False)])
 def test_up_says_when_drafts_are_accepted_at_random(rate: float, is_told: bool) -> None:
-    worker = WorkerDescription(
-        worker_id="decode-0",
-        epoch=1,
-        role=Role.DECODE,
-        address="127.0.0.1:1",
-        fingerprint=Fingerprint("", "", 64, "", ""),
-        model="fox",
-        num_blocks=4,
-        block_tokens=64,
-        block_bytes=1,
-        max_context_tokens=64,
-        max_prompt_tokens=64,
-        max_draft_tokens=3,
-        has_mtp=True,
-        synthetic_acceptance=rate,
-    )
+    worker = describe(synthetic_acceptance=rate)
     serving = Serving("127.0.0.1:1", "", "", "", "unix:///x", "", (worker,))
     page = io.StringIO()
     show_serving(Console(file=page, width=160), load_config(None), serving)

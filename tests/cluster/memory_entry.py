@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 
 from hocket.config import WorkerSettings
-from hocket.types import Fingerprint, Load, WorkerDescription
+from hocket.types import WorkerDescription
+from tests.cluster.worker_descriptions import describe
 
 MADE: list[MemoryEntry] = []
 
@@ -31,22 +32,8 @@ class MemoryEntry:
         return self.describe()
 
     def describe(self) -> WorkerDescription:
-        return WorkerDescription(
-            worker_id=self.settings.worker_id,
-            epoch=self.settings.epoch,
-            role=self.settings.role,
-            address="127.0.0.1:1",
-            fingerprint=Fingerprint("digest", "layout", 64, "bfloat16", "1-invariant"),
-            model="hocket-tiny",
-            num_blocks=1,
-            block_tokens=64,
-            block_bytes=1,
-            max_context_tokens=64,
-            max_prompt_tokens=63,
-            max_draft_tokens=0,
-            has_mtp=False,
-            load=Load(),
-        )
+        settings = self.settings
+        return describe(settings.worker_id, epoch=settings.epoch, role=settings.role)
 
     def is_alive(self) -> bool:
         return True

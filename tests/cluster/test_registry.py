@@ -21,26 +21,13 @@ from control_plane.cluster.registry import (
     description_to_json,
 )
 from hocket.config import RedisSettings
-from hocket.types import Fingerprint, Load, Role, WorkerDescription
+from hocket.types import Load, WorkerDescription
+from tests.cluster.worker_descriptions import describe
 
 
 def worker(worker_id: str = "decode-0", epoch: int = 1, port: int = 1000) -> WorkerDescription:
-    return WorkerDescription(
-        worker_id=worker_id,
-        epoch=epoch,
-        role=Role.DECODE,
-        address=f"127.0.0.1:{port}",
-        fingerprint=Fingerprint("digest", "layout", 64, "bfloat16", "1-invariant"),
-        model="hocket-tiny",
-        num_blocks=100,
-        block_tokens=64,
-        block_bytes=4096,
-        max_context_tokens=4096,
-        max_prompt_tokens=4095,
-        max_draft_tokens=3,
-        has_mtp=True,
-        load=Load(running_requests=2, steps=7),
-    )
+    load = Load(running_requests=2, steps=7)
+    return describe(worker_id, epoch=epoch, address=f"127.0.0.1:{port}", load=load)
 
 
 @pytest.fixture(scope="module")

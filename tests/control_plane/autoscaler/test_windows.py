@@ -9,7 +9,8 @@ import pytest
 
 from control_plane.autoscaler.observations import Missing, Observations, PoolWorkers
 from control_plane.autoscaler.windows import GatewayCounts, PoolReading, Reading, Windows
-from hocket.types import Fingerprint, Load, Role, WorkerDescription
+from hocket.types import Load, Role, WorkerDescription
+from tests.cluster.worker_descriptions import describe
 
 GATEWAY = GatewayCounts(
     "gateway-1",
@@ -37,24 +38,8 @@ LATER = GatewayCounts(
 )
 
 
-def worker(worker_id: str, load: Load, epoch: int = 1, **changes: object) -> WorkerDescription:
-    described = WorkerDescription(
-        worker_id=worker_id,
-        epoch=epoch,
-        role=Role(worker_id.split("-")[0]),
-        address="127.0.0.1:1",
-        fingerprint=Fingerprint("digest", "layout", 64, "bfloat16", "1-invariant"),
-        model="hocket-tiny",
-        num_blocks=100,
-        block_tokens=64,
-        block_bytes=4096,
-        max_context_tokens=4096,
-        max_prompt_tokens=4095,
-        max_draft_tokens=3,
-        has_mtp=True,
-        load=load,
-    )
-    return replace(described, **changes)  # pyright: ignore[reportArgumentType]
+def worker(worker_id: str, load: Load, **changes: object) -> WorkerDescription:
+    return describe(worker_id, load=load, **changes)
 
 
 def reading(
