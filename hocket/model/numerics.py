@@ -18,6 +18,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -30,6 +32,7 @@ from hocket.model.row_products import (
     agreement_of_heads,
     as_multiplied,
     can_share_rows,
+    fill_outputs,
     multiply_each,
     share_rows,
 )
@@ -72,6 +75,8 @@ class HeadWeights:
     least_rows: int | None = None
     """In batch-invariant mode: from how many rows on a row's bits are its own; None: only in
     tiles."""
+    num_outputs: int | None = None
+    """In batch-invariant mode: as many of E count (`row_products.fill_outputs`)."""
 
 
 class Numerics(Protocol):
@@ -202,14 +207,15 @@ class InvariantNumerics:
 
     def pack_heads(self, weight_HED: torch.Tensor) -> HeadWeights:
         weight_HED = weight_HED.float()
-        weight_HDE = weight_HED.transpose(1, 2).contiguous()
+        weight_HDE = fill_outputs(weight_HED).transpose(1, 2).contiguous()
+        num_outputs = weight_HED.shape[1]
         if weight_HED.device.type != "cpu":
-            return HeadWeights(weight_HDE, None)
+            return HeadWeights(weight_HDE, None, num_outputs=num_outputs)
         agreement = agreement_of_heads(weight_HDE.shape)
         table = None
         if agreement.of_tables and can_tabulate(weight_HED[0]):
             table = RowTable(list(weight_HED), MAX_HEAD_ROWS * weight_HED.shape[0])
-        return HeadWeights(weight_HDE, table, agreement.least_rows)
+        return HeadWeights(weight_HDE, table, agreement.least_rows, num_outputs)
 
     def pack_head(self, head_VH: torch.Tensor) -> Head:
         if can_pack_head(head_VH) and agreement_of(head_VH).of_rows:
@@ -250,10 +256,12 @@ class InvariantNumerics:
             return weights.table.each(x_THD)
         if weights.least_rows is None:
             products = [torch.bmm(t.transpose(0, 1), weights.weight_HDE) for t in _tiles(x_THD)]
-            return torch.cat(products, 1).transpose(0, 1)[:num_rows]
-        if num_rows < weights.least_rows:
-            x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, weights.least_rows - num_rows))
-        return torch.bmm(x_THD.transpose(0, 1), weights.weight_HDE).transpose(0, 1)[:num_rows]
+            products_HTE = torch.cat(products, 1)
+        else:
+            if num_rows < weights.least_rows:
+                x_THD = F.pad(x_THD, (0, 0, 0, 0, 0, weights.least_rows - num_rows))
+            products_HTE = torch.bmm(x_THD.transpose(0, 1), weights.weight_HDE)
+        return products_HTE.transpose(0, 1)[:num_rows, :, : weights.num_outputs]
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         return x.neg().float().exp_().add_(1.0).reciprocal_()
@@ -280,17 +288,32 @@ def numerics_revision(batch_invariant: bool, device: torch.device) -> str:
     """Names the arithmetic; two workers may pair only when it is equal.
 
     The leading number is raised when a change of ours changes bits. In batch-invariant mode the
-    kernels enter too (instruction set or GPU, PyTorch's minor version): bits are promised there.
+    kernels enter too (CPU family and instruction set, or GPU; PyTorch's minor version): bits are
+    promised there, and libraries choose kernels by them.
     The thread count does not: no product is split over threads in a way that its bits show.
     """
     if not batch_invariant:
         return "2-fast"
     if device.type == "cpu":
-        kernels = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        capability = torch.backends.cpu.get_cpu_capability()
+        kernels = " ".join(["cpu", platform.machine(), *_cpu_family(), capability])
     else:
         kernels = torch.cuda.get_device_name(device)
     version = ".".join(torch.__version__.split(".")[:2])
-    return f"3-invariant ({kernels}, torch {version})"
+    return f"4-invariant ({kernels}, torch {version})"
+
+
+@cache
+def _cpu_family() -> list[str]:
+    """Its maker and family as Linux tells them, the maker alone on Arm; nothing elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    pairs = [line.partition(":") for line in lines]
+    told = {name.strip(): value.strip() for name, _, value in pairs}
+    names = ("vendor_id", "cpu family", "CPU implementer")
+    return [told[name] for name in names if name in told]
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ Shape letters: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -29,7 +29,17 @@ MAX_PROBED_OUTPUTS = 2048
 MAX_LEAST_ROWS = 16
 """Kernels for fewer rows add in another order; up to this many are filled up with zeros."""
 _ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 17, 33, 64, 200)
+"""A row is tried in so many rows, and in few of them at other places, too: kernels take some rows
+at a time, and may add in another order where outputs do not fill a register."""
+_MAX_MOVED_ROWS, _MOVES = 33, (0, 1, 2, 3)
 _HEAD_ROW_COUNTS = (*range(1, 18), 24, 33, 64, 100, 512, 2048)
+
+
+def fill_outputs(weight_NK: torch.Tensor) -> torch.Tensor:
+    """With zeros for outputs, [..., N, K], up to a multiple of a register's 16. What MKL's batched
+    product makes of 1, 5 to 7 or 9 to 11 depends, on some CPUs, on a row's place among others."""
+    missing = -weight_NK.shape[-2] % 16
+    return F.pad(weight_NK, (0, 0, 0, missing)) if missing else weight_NK
 
 
 class RowProduct(Protocol):
@@ -67,13 +77,14 @@ class SmallProduct:
     MAX_ELEMENTS = 2**16
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
-        self._weight_1KN = weight_NK.t().contiguous()[None]
+        self._num_outputs = weight_NK.shape[0]
+        self._weight_1KN = fill_outputs(weight_NK).t().contiguous()[None]
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         num_rows = x_TK.shape[0]
         if num_rows < MAX_LEAST_ROWS:
             x_TK = F.pad(x_TK, (0, 0, 0, MAX_LEAST_ROWS - num_rows))
-        return torch.bmm(x_TK[None], self._weight_1KN)[0, :num_rows]
+        return torch.bmm(x_TK[None], self._weight_1KN)[0, :num_rows, : self._num_outputs]
 
 
 class FloatProduct:
@@ -111,6 +122,19 @@ def as_multiplied(weight_NK: torch.Tensor) -> torch.Tensor:
     return as_packed(weight_NK) if can_pack_head(weight_NK) else weight_NK
 
 
+def rows_to_try(row_counts: Sequence[int]) -> Iterator[slice]:
+    """Rows that must have the same bits as among all."""
+    for count in row_counts:
+        for first in _MOVES if count <= _MAX_MOVED_ROWS else _MOVES[:1]:
+            yield slice(first, first + count)
+
+
+def least_that_agrees(row_counts: Sequence[int], agrees: Callable[[slice], bool]) -> int:
+    """From how many rows on all of these agree."""
+    fail = [rows.stop - rows.start for rows in rows_to_try(row_counts) if not agrees(rows)]
+    return 1 + max(fail, default=0)
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What was found for a shape."""
@@ -140,7 +164,9 @@ def _try(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Agreement:
     if product is None:
         return Agreement(False, False)
     expected_TN = product(x_TK)
-    of_rows = all(torch.equal(product(x_TK[:n]), expected_TN[:n]) for n in _ROW_COUNTS)
+    of_rows = all(
+        torch.equal(product(x_TK[rows]), expected_TN[rows]) for rows in rows_to_try(_ROW_COUNTS)
+    )
     if not (of_rows and can_tabulate(weight_NK)):
         return Agreement(of_rows, False)
     found_TN = RowTable([as_multiplied(weight_NK)], x_TK.shape[0]).linear(x_TK)
@@ -165,13 +191,13 @@ def agreement_of_heads(shape_HDE: tuple[int, ...]) -> HeadAgreement:
     x_HTD = torch.randn(shape_HDE[0], _HEAD_ROW_COUNTS[-1], shape_HDE[1], generator=generator)
     expected_HTE = torch.bmm(x_HTD, weight_HDE)
 
-    def agrees(num_rows: int) -> bool:
+    def agrees(rows: slice) -> bool:
         # Laid out as in a step: token by token.
-        x_THD = x_HTD[:, :num_rows].transpose(0, 1).contiguous()
+        x_THD = x_HTD[:, rows].transpose(0, 1).contiguous()
         found_HTE = torch.bmm(x_THD.transpose(0, 1), weight_HDE)
-        return torch.equal(found_HTE, expected_HTE[:, :num_rows])
+        return torch.equal(found_HTE, expected_HTE[:, rows])
 
-    least = 1 + max((n for n in _HEAD_ROW_COUNTS if not agrees(n)), default=0)
+    least = least_that_agrees(_HEAD_ROW_COUNTS, agrees)
     if least > MAX_LEAST_ROWS:
         return HeadAgreement(None, False)
     of_tables = False

@@ -70,6 +70,21 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(
 
 
 @DTYPES
+@pytest.mark.parametrize("num_outputs", range(1, 34))
+def test_a_rows_place_among_others_does_not_show(dtype: torch.dtype, num_outputs: int) -> None:
+    """MKL on AMD's Zen 5 adds in another order for rows at odd places where outputs are few."""
+    numerics = InvariantNumerics(dtype, CPU)
+    weight = numerics.pack(torch.randn(num_outputs, 72).to(dtype))
+    x_TK = torch.randn(41, 72).to(dtype)
+    heads = numerics.pack_heads(torch.randn(3, num_outputs, 24))
+    x_THD = torch.randn(41, 3, 24)
+    expected_TN, expected_THE = numerics.linear(x_TK, weight), numerics.per_head(x_THD, heads)
+    for first in (1, 2, 3, 7, 16, 39):
+        assert torch.equal(numerics.linear(x_TK[first:], weight), expected_TN[first:]), first
+        assert torch.equal(numerics.per_head(x_THD[first:], heads), expected_THE[first:]), first
+
+
+@DTYPES
 def test_runs_of_rows_meet_their_own_matrices_with_the_same_bits(dtype: torch.dtype) -> None:
     weights = [shared(torch.randn(64, 96).to(dtype), 4) for _ in range(3)]
     x_RK, sizes = torch.randn(12, 96).to(dtype), (1, 9, 2)
@@ -124,6 +139,24 @@ def test_a_kernel_that_treats_few_rows_otherwise_is_not_taken(
 
 
 @pytest.mark.usefixtures("fresh_trials")
+def test_a_kernel_that_treats_rows_at_odd_places_otherwise_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Uneven:
+        def __init__(self, weight_NK: torch.Tensor) -> None:
+            self._weight_NK = weight_NK
+
+        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+            products_TNK = x_TK[:, None] * self._weight_NK
+            found_TN = products_TNK.sum(-1)
+            found_TN[1::2] = products_TNK[1::2].flip(-1).cumsum(-1)[..., -1]
+            return found_TN
+
+    monkeypatch.setattr(row_products, "product_of", Uneven)
+    assert not agreement_of(torch.randn(48, 160)).of_rows
+
+
+@pytest.mark.usefixtures("fresh_trials")
 def test_a_table_that_rounds_otherwise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_products.HalfProduct, "rounded", staticmethod(torch.Tensor.bfloat16))
     agreement = agreement_of(torch.randn(512, 256).bfloat16())
@@ -137,13 +170,12 @@ def test_heads_products_have_the_same_bits_in_any_number_of_rows(
 ) -> None:
     num_heads, num_inputs, _ = shape_HDE
     numerics = InvariantNumerics(torch.float32, CPU)
-    weights = numerics.pack_heads(torch.randn(shape_HDE).transpose(1, 2))
+    weight_HDE = torch.randn(shape_HDE)
+    weights = numerics.pack_heads(weight_HDE.transpose(1, 2))
     assert agreement_of_heads(shape_HDE).least_rows is not None
     x_THD = torch.randn(70, num_heads, num_inputs)
     expected_THE = numerics.per_head(x_THD, weights)
-    torch.testing.assert_close(
-        expected_THE, torch.einsum("thd,hde->the", x_THD, weights.weight_HDE)
-    )
+    torch.testing.assert_close(expected_THE, torch.einsum("thd,hde->the", x_THD, weight_HDE))
     for num_rows in (1, 2, 3, 9, 17):
         assert torch.equal(numerics.per_head(x_THD[-num_rows:], weights), expected_THE[-num_rows:])
 
