@@ -18,10 +18,11 @@ from itertools import islice
 from time import perf_counter
 
 from decode import time_draft_pass, time_main_pass
-from torch import Tensor
 
 from hocket.execution.model_runner import DecodeOutput, ModelRunner
+from hocket.execution.sequence import NO_GAP
 from hocket.execution.sequence import Sequence as RunningSequence
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.scheduling.draft_controller import DraftController, DraftRequest
 from hocket.types import DraftCounts, RequestKey
 
@@ -35,23 +36,16 @@ class Beginning:
 
     token_ids: tuple[int, ...]
     num_computed: int
-    pending_hidden: Tensor | None
-    num_context: int
+    waiting: WaitingRows
 
     @staticmethod
     def of(sequence: RunningSequence) -> Beginning:
-        return Beginning(
-            tuple(sequence.token_ids),
-            sequence.num_computed,
-            sequence.pending_hidden,
-            sequence.num_context,
-        )
+        return Beginning(tuple(sequence.token_ids), sequence.num_computed, sequence.waiting)
 
     def restore(self, sequence: RunningSequence) -> None:
         sequence.token_ids = list(self.token_ids)
         sequence.num_computed = self.num_computed
-        sequence.pending_hidden, sequence.num_context = self.pending_hidden, self.num_context
-        sequence.has_lapsed = False
+        sequence.waiting, sequence.gap = self.waiting, NO_GAP
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class Variant:
         for sequence in (seat.sequence for seat in self._seats):
             cap = min(most, self._runner.draft_limit(sequence))
             is_greedy = sequence.sampling.is_greedy
-            requests.append(DraftRequest(sequence.key, cap, sequence.num_pending, is_greedy))
+            requests.append(DraftRequest(sequence.key, cap, sequence.waiting.num_rows, is_greedy))
         plan = self._controller.allot(requests)
         self.decide_s.append(perf_counter() - started)
         return plan

@@ -294,8 +294,7 @@ class DecodeEngine:
         sequence = self._live[planned.key].running
         cap = min(planned.num_drafts, self._runner.draft_limit(sequence))
         is_greedy = sequence.sampling.is_greedy
-        num_rows = sequence.num_context + sequence.num_pending
-        return DraftRequest(planned.key, cap, num_rows, is_greedy=is_greedy)
+        return DraftRequest(planned.key, cap, sequence.waiting.num_rows, is_greedy=is_greedy)
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """Computes prompt chunks of requests whose KV was not handed over."""

@@ -137,7 +137,7 @@ class LocalEngine:
             DraftRequest(
                 r.sequence.key,
                 min(r.num_drafts, self.runner.draft_limit(r.sequence)),
-                r.sequence.num_pending,
+                r.sequence.waiting.num_rows,
                 is_greedy=r.sequence.sampling.is_greedy,
             )
             for r in decoding

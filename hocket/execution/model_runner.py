@@ -7,7 +7,7 @@ that ends an output. A step that raises leaves every sequence as it was.
 
 MTP entries that count are made from the target's hidden states only (`drafting/mtp_entries.py`):
 prefill makes those of every slot whose token is known; decode leaves the newest states in
-`Sequence.pending_hidden` for the next draft pass. A runner without a draft source keeps none after
+`Sequence.waiting` for the next draft pass. A runner without a draft source keeps none after
 prefill.
 
 Shape letters: T tokens of a flat batch, N sampled rows, V vocabulary, H hidden.
@@ -30,14 +30,13 @@ from hocket.execution.passes import Passes
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sampling.token_choice import TokenChoice
 from hocket.execution.sequence import Sequence
+from hocket.execution.waiting_rows import NO_ROWS
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
 from hocket.scheduling.step_costs import StepTimes
 from hocket.types import FinishReason, TokenLogprobs
 
-MAX_PENDING = 64
-"""Hidden states that may wait for the next draft of their sequence."""
 SCORED_ROWS = 64
 """Rows of a prompt whose logits are computed at a time: a vocabulary is wide."""
 
@@ -106,8 +105,8 @@ class ModelRunner:
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[FirstToken | None]:
         """Compute one chunk of each sequence; None for a chunk that does not end its prompt.
 
-        A first token is appended to its sequence, whose `pending_hidden` then has one row that
-        waits. Prompt logprobs that are asked for are left in `Sequence.prompt_logprobs`.
+        A first token is appended to its sequence, of which one row then waits. Prompt logprobs
+        that are asked for are left in `Sequence.prompt_logprobs`.
         """
         parts: list[SequenceInput] = []
         num_shared = [chunk.sequence.num_shared for chunk in chunks]
@@ -138,7 +137,7 @@ class ModelRunner:
             sequence.num_computed += chunk.num_tokens
             sequence.prompt_logprobs += prompt_logprobs
             is_end = sequence.num_computed == sequence.num_tokens
-            sequence.keep_hidden(hidden_RH, self._num_rows - 1 + is_end, num_pending=int(is_end))
+            sequence.keep_hidden(hidden_RH, self._num_rows - 1, num_pending=int(is_end))
             results.append(_begin_output(sequence, *next(first_tokens)) if is_end else None)
         return results
 
@@ -150,7 +149,7 @@ class ModelRunner:
         without a draft source.
         """
         self.last_step = None
-        waiting = [(sequence.pending_hidden, sequence.num_context) for sequence in sequences]
+        before = [(sequence.waiting, sequence.gap) for sequence in sequences]
         try:
             capped = self._capped(sequences, num_drafts)
             source = self._draft_source
@@ -164,15 +163,12 @@ class ModelRunner:
             self.last_step = StepTimes(draft_rows, drafted - started, num_rows, verified - drafted)
             return outputs
         except BaseException:
-            for sequence, before in zip(sequences, waiting, strict=True):
-                sequence.pending_hidden, sequence.num_context = before
+            for sequence, rows in zip(sequences, before, strict=True):
+                sequence.waiting, sequence.gap = rows
             raise
 
     def draft_limit(self, sequence: Sequence) -> int:
-        """Drafts that fit: a step writes up to k + 1 slots and may emit k + 1 tokens. None where
-        MTP entries are missing."""
-        if sequence.has_lapsed:
-            return 0
+        """Drafts that fit: a step writes up to k + 1 slots and may emit k + 1 tokens."""
         capacity = len(sequence.block_table) * self.cache.layout.block_tokens
         limit = min(sequence.remaining_tokens - 1, capacity - sequence.num_tokens)
         return max(limit, 0)
@@ -205,7 +201,12 @@ class ModelRunner:
         start = 0
         for sequence, proposed, new in zip(sequences, drafts, emitted, strict=True):
             num_emitted, reason = append_until_finished(sequence, new.token_ids)
-            self._commit(sequence, hidden_TH[start : start + num_emitted])
+            sequence.num_computed += num_emitted
+            if self._draft_source is not None:
+                # Of a finished output, too: they say which MTP entries its blocks lack.
+                sequence.add_hidden(hidden_TH, start, start + num_emitted)
+            else:
+                sequence.waiting = NO_ROWS
             num_accepted = min(len(new.token_ids) - 1, num_emitted)
             sequence.drafts = sequence.drafts.add_step(len(proposed), num_accepted, num_emitted)
             outputs.append(
@@ -282,19 +283,6 @@ class ModelRunner:
             start += chunk.num_tokens
         return scored
 
-    def _commit(self, sequence: Sequence, hidden_EH: Tensor) -> None:
-        """Count the slots behind the emitted tokens as computed; keep their hidden states. Those of
-        a finished output, too: they say which MTP entries its blocks lack."""
-        sequence.num_computed += hidden_EH.shape[0]
-        if self._draft_source is None:
-            sequence.keep_hidden(hidden_EH, 0)
-        elif not sequence.has_lapsed:
-            if sequence.pending_hidden is not None:
-                hidden_EH = torch.cat([sequence.pending_hidden, hidden_EH])
-            sequence.pending_hidden = hidden_EH
-            if sequence.num_pending > MAX_PENDING:
-                sequence.lapse()
-
     def _hidden_rows(self, chunks: Seq[PrefillChunk], hidden_TH: Tensor) -> list[HiddenRows]:
         """The rows of each chunk, behind those that its sequence kept."""
         rows: list[HiddenRows] = []
@@ -302,10 +290,10 @@ class ModelRunner:
         for chunk in chunks:
             sequence, first = chunk.sequence, chunk.sequence.num_computed
             hidden_RH = hidden_TH[start : start + chunk.num_tokens]
-            if sequence.pending_hidden is not None:
-                hidden_RH = torch.cat([sequence.pending_hidden, hidden_RH])
-            first_slot = max(first + 1, sequence.num_shared)
-            first_row, last_slot = first - sequence.num_context, first + chunk.num_tokens
+            first_row = first - sequence.waiting.num_rows
+            if first_row < first:
+                hidden_RH = torch.cat([sequence.waiting.joined(), hidden_RH])
+            first_slot, last_slot = max(first + 1, sequence.num_shared), first + chunk.num_tokens
             rows.append(HiddenRows(sequence, first_row, first_slot, last_slot, hidden_RH))
             start += chunk.num_tokens
         return rows
@@ -324,7 +312,5 @@ class ModelRunner:
 
 
 def _begin_output(sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> FirstToken:
-    hidden_RH = sequence.pending_hidden
-    assert hidden_RH is not None, sequence.key
     sequence.token_ids.append(token)
-    return FirstToken(token, logprobs, sequence.finish_reason(), hidden_RH)
+    return FirstToken(token, logprobs, sequence.finish_reason(), sequence.waiting.joined())

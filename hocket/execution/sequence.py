@@ -4,8 +4,8 @@ The scheduler decides what runs; `model_runner` advances the sequence. The inter
 of which the first c = `num_computed` have KV:
 
     [0, c)        main-model KV slots that are valid (slot i holds token i)
-    [1, c - m]    MTP slots that are valid (slot i + 1 is made from (h_i, t_{i+1})), where m is
-                  `num_pending`: the entries made from h_{c-m} .. h_{c-1} wait
+    [1, c - m]    MTP slots that are valid (slot i + 1 is made from (h_i, t_{i+1})), but for `gap`;
+                  m is `num_pending`: the entries made from h_{c-m} .. h_{c-1} wait
     [c, n)        tokens not yet computed: the rest of the prompt, or the one token that the last
                   step emitted (c = n - 1 whenever the sequence decodes)
     [0, s)        s = `num_shared`: slots of blocks that other requests may read too; never written
@@ -14,8 +14,12 @@ of which the first c = `num_computed` have KV:
 Draft steps write MTP slots and main slots at and beyond c; those bytes never count.
 
 With M > 1 MTP modules the valid slots of module j are [j, c - m]: its slot i + j is made from row i
-and t_{i+j}, so the next entries need rows that go M - 1 further back. `pending_hidden` begins with
-these, `num_context` of them (fewer at the start of a sequence), and the m waiting ones follow.
+and t_{i+j}, so the next entries need rows that go M - 1 further back. `waiting` begins with these,
+its context (fewer at the start of a sequence), and the m pending ones follow.
+
+While nothing drafts, m does not grow without end: older rows are forgotten, and the MTP slots that
+they would have made are a gap. Passes of the MTP modules do not look into it; what follows is made
+as always, so drafting goes on at little cost, with drafts that are nearly as good.
 
 A prefix hit of f blocks starts with s = f * block_tokens and c = s - 1: slot s - 1 is valid, but
 its token is computed once more, for the hidden state that the next token and the MTP entry of slot
@@ -35,8 +39,13 @@ from hocket.errors import HocketError
 from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.sampling.constraints import Constraints
 from hocket.execution.step_failures import RequestFault
+from hocket.execution.waiting_rows import NO_ROWS, WaitingRows
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import DraftCounts, FinishReason, PromptLogprobs, RequestKey, TokenLogprobs
+
+MOST_PENDING = 16
+"""Hidden states that may wait for the next draft of their sequence."""
+NO_GAP = (0, 0)
 
 
 @dataclass
@@ -45,9 +54,9 @@ class Sequence:
 
     `token_ids` is prompt and accepted output; the last `num_generated` tokens of the prompt are
     output of an earlier attempt. `block_table` covers every slot a step may write.
-    `pending_hidden` is [num_context + m, H] in the model's dtype, or None when nothing waits.
-    `grammar` is what `sampling.grammar` was compiled to. `prompt_logprobs`: those computed and not
-    told yet, up to that of the token at `num_computed`.
+    `gap`: its first slot and the first one behind it in the first MTP module. `grammar` is what
+    `sampling.grammar` was compiled to. `prompt_logprobs`: those computed and not told yet, up to
+    that of the token at `num_computed`.
     """
 
     key: RequestKey
@@ -59,21 +68,18 @@ class Sequence:
     num_computed: int = 0
     num_shared: int = 0
     num_generated: int = 0
-    pending_hidden: Tensor | None = None
-    num_context: int = 0
+    waiting: WaitingRows = NO_ROWS
+    gap: tuple[int, int] = NO_GAP
     grammar: CompiledGrammar | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    has_lapsed: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     _constraints: Constraints | None = field(default=None, init=False)
-    _num_complete: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
         assert 0 < self.prompt_tokens <= tokens, (self.prompt_tokens, tokens)
         assert 0 <= self.num_computed < tokens, (self.num_computed, tokens)
-        rows = self.num_context + self.num_pending
-        assert 0 <= self.num_pending <= rows <= self.num_computed, (rows, self.num_computed)
+        assert self.waiting.num_rows <= self.num_computed, (self.waiting, self.num_computed)
         assert (self.grammar is None) == (self.sampling.grammar is None), self.key
         assert self.num_generated < self.prompt_tokens, (self.num_generated, self.prompt_tokens)
 
@@ -102,17 +108,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        if self.pending_hidden is None:
-            return 0
-        return self.pending_hidden.shape[0] - self.num_context
-
-    def lapse(self) -> None:
-        """Gives up drafting for good: the hidden states that wait are forgotten, so that neither
-        memory nor the work of making their entries grows while nothing drafts. Blocks from here on
-        lack their MTP entries and are not shared."""
-        self._num_complete = self.num_complete
-        self.has_lapsed = True
-        self.pending_hidden, self.num_context = None, 0
+        return self.waiting.num_pending
 
     @property
     def num_complete(self) -> int:
@@ -122,15 +118,33 @@ class Sequence:
         its blocks lack them, but are shared with requests of the same worker only, which never
         draft either.
         """
-        if self.has_lapsed:
-            return self._num_complete
+        if self.gap != NO_GAP:
+            return self.gap[0]
         return min(self.num_computed, self.num_computed - self.num_pending + 1)
 
-    def keep_hidden(self, hidden_RH: Tensor, num_kept: int, num_pending: int = 0) -> None:
-        """Of these rows, which end with h_{c-1}, keep the last `num_kept` (0: none): `num_pending`
-        whose entries wait, and context before them. Copied, as they may be few of a chunk's."""
-        self.pending_hidden = hidden_RH[-num_kept:].clone() if num_kept else None
-        self.num_context = min(num_kept, hidden_RH.shape[0]) - num_pending
+    def keep_hidden(self, hidden_RH: Tensor, num_context: int, num_pending: int = 0) -> None:
+        """Of these rows, which end with h_{c-1}, keep the last: `num_pending` whose entries wait,
+        and context before them as far as there is some. Copied, as they may be few of a chunk's."""
+        num_rows = min(num_context + num_pending, hidden_RH.shape[0])
+        if num_rows:
+            self.waiting = WaitingRows.of(hidden_RH[-num_rows:].clone(), num_rows - num_pending)
+        else:
+            self.waiting = NO_ROWS
+
+    def add_hidden(self, hidden_TH: Tensor, first: int, end: int) -> None:
+        """Rows `first` to `end` are h_{c-1} and those before it. Of more than `MOST_PENDING` that
+        would wait the newer half does."""
+        self.waiting = self.waiting.add(hidden_TH, first, end)
+        num_kept = max(MOST_PENDING // 2, end - first)
+        if self.num_pending > MOST_PENDING and self.num_pending > num_kept:
+            self.gap = (self.num_complete, self.num_computed - num_kept + 1)
+            self.waiting = self.waiting.newest(num_kept)
+
+    def gap_of(self, module: int) -> tuple[int, int]:
+        """Slots without entries in an MTP module, numbered from 0: they end where `gap` does in the
+        first one, and a slot later in each further one, as at the start of a sequence."""
+        first, end = self.gap
+        return (first, end + module) if end else NO_GAP
 
     @property
     def is_prefilled(self) -> bool:

@@ -153,6 +153,12 @@ def write_rows(inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=inputs.positions.device)
 
 
+def within(gaps_2S: torch.Tensor, slots_M: torch.Tensor) -> torch.Tensor:
+    """Which slots lie in each gap (`StepInputs.gaps_of`): bool [S, M]."""
+    first_S1, end_S1 = gaps_2S[..., None]
+    return (slots_M >= first_S1) & (slots_M < end_S1)
+
+
 def plan_attention(inputs: StepInputs, cache: PagedCache, first_slot: int = 0) -> AttentionPlan:
     """The fast mode's plan. `first_slot` is the first slot that holds an entry (1 for MTP)."""
     short: list[int] = []
@@ -199,13 +205,16 @@ def _absorbed(
         to_padded = torch.tensor(padded, device=device)
         from_padded = torch.tensor(flat, device=device)
     mask: torch.Tensor | None = None
-    if longest > 1 or len(set(firsts)) > 1:
+    gaps_2S = inputs.gaps_of(sequences)
+    if longest > 1 or len(set(firsts)) > 1 or gaps_2S is not None:
         last = [
             [first + min(i, length - 1) for i in range(longest)]
             for first, length in zip(firsts, lengths, strict=True)
         ]
         slots = torch.arange(first_slot, context, device=device)
         mask = slots <= torch.tensor(last, device=device)[..., None]
+        if gaps_2S is not None:
+            mask &= ~within(gaps_2S, slots)[:, None]
     return AbsorbedBatch(
         blocks=tables[:, :num_blocks].reshape(-1),
         num_sequences=len(sequences),
@@ -222,9 +231,12 @@ def _expanded(
     first, length = inputs.first_positions[sequence], inputs.query_lengths[sequence]
     context = first + length
     mask: torch.Tensor | None = None
-    if first > first_slot:
+    gap_21 = inputs.gaps_of([sequence])
+    if first > first_slot or gap_21 is not None:
         slots = torch.arange(first_slot, context, device=inputs.positions.device)
         mask = slots <= inputs.positions[start : start + length, None]
+        if gap_21 is not None:
+            mask &= ~within(gap_21, slots)
     return ExpandedSequence(
         rows=slice(start, start + length),
         blocks=inputs.block_tables[sequence, : cache.layout.blocks_for(context)],

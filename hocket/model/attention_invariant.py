@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from hocket.kv.paged_cache import PagedCache
-from hocket.model.attention import AttentionPlan, write_rows
+from hocket.model.attention import AttentionPlan, within, write_rows
+from hocket.model.row_products import least_that_agrees, rows_to_try
 from hocket.model.step_inputs import StepInputs
 
 MAX_SHORT_QUERIES = 8
@@ -56,26 +57,24 @@ def least_rows(width: int, size: int) -> int | None:
     entries_MW = torch.randn(5 * size, width, generator=generator)
     bias_M = torch.zeros(5 * size)
 
-    def products(num_rows: int, num_units: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
+    def products(rows: slice, num_units: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
         num_slots = num_blocks * size
-        query_URW = rows_RW[:num_rows].repeat(num_units, 1, 1)
+        query_URW = rows_RW[rows].repeat(num_units, 1, 1)
         context_UMW = entries_MW[:num_slots].repeat(num_units, 1, 1)
         bias_U1M = bias_M[:num_slots].expand(num_units, 1, -1)
         scores_URM = _scores(query_URW, context_UMW, bias_U1M)
         latent_URL = torch.bmm(scores_URM[..., :size], context_UMW[:, :size])
         return scores_URM[-1, :, :size], latent_URL[-1]
 
-    def agrees(num_rows: int) -> bool:
+    def agrees(rows: slice) -> bool:
         return all(
-            torch.equal(found, all_rows[:num_rows])
+            torch.equal(found, all_rows[rows])
             for num_units, num_blocks in ((1, 1), (1, 5), (3, 1), (3, 5))
-            for found, all_rows in zip(
-                products(num_rows, num_units, num_blocks), expected, strict=True
-            )
+            for found, all_rows in zip(products(rows, num_units, num_blocks), expected, strict=True)
         )
 
-    expected = products(_ROW_COUNTS[-1], 1, 1)
-    least = 1 + max((n for n in _ROW_COUNTS if not agrees(n)), default=0)
+    expected = products(slice(None), 1, 1)
+    least = least_that_agrees(_ROW_COUNTS, agrees)
     return least if least <= _MAX_LEAST_ROWS else None
 
 
@@ -108,14 +107,13 @@ def blocks_per_sum(width: int, size: int, least: int) -> int:
         return all(
             torch.equal(
                 torch.bmm(
-                    weights_RM[:num_rows, : num_seen * size].repeat(num_units, 1, 1),
+                    weights_RM[rows, : num_seen * size].repeat(num_units, 1, 1),
                     seen_MW.repeat(num_units, 1, 1),
                 )[-1],
-                expected_RW[:num_rows],
+                expected_RW[rows],
             )
             for num_units in (1, 3)
-            for num_rows in _ROW_COUNTS
-            if num_rows >= least
+            for rows in rows_to_try([count for count in _ROW_COUNTS if count >= least])
         )
 
     for num_blocks in (4, 2):
@@ -317,6 +315,8 @@ def _group(
     hidden_UQ1M = slots_M > last.view(len(units), num_queries, 1, 1)
     if first_slot:
         hidden_UQ1M |= slots_M < first_slot
+    if (gaps_2U := inputs.gaps_of([unit.sequence for unit in units])) is not None:
+        hidden_UQ1M |= within(gaps_2U, slots_M)[:, None, None]
     group = UnitGroup(
         query_rows=query_rows,
         blocks=torch.tensor(blocks, device=device),

@@ -42,6 +42,9 @@ class StepInputs:
     host_block_tables: tuple[Sequence[int], ...]
     num_shared: tuple[int, ...]
     """Slots at the start of each sequence that lie in shared blocks."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Slots of each sequence that hold nothing and are not attended, from one to another; empty
+    when no sequence has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,11 +64,12 @@ class StepInputs:
         sequences: list[SequenceInput],
         device: torch.device | str,
         num_shared: Sequence[int] | None = None,
+        gaps: Sequence[tuple[int, int]] = (),
     ) -> StepInputs:
         """From (token ids, first position, block table) per sequence; none may be empty.
 
         The block table must cover every slot up to the last query token's. `num_shared`, one per
-        sequence, None for no shared block anywhere."""
+        sequence, None for no shared block anywhere. `gaps`: one per sequence, or none."""
         assert sequences, "a step needs a sequence"
         assert num_shared is None or len(num_shared) == len(sequences), (num_shared, len(sequences))
         token_ids: list[int] = []
@@ -89,7 +93,16 @@ class StepInputs:
             first_positions=tuple(first for _, first, _ in sequences),
             host_block_tables=tables,
             num_shared=(0,) * len(sequences) if num_shared is None else tuple(num_shared),
+            gaps=tuple(gaps) if any(end > first for first, end in gaps) else (),
         )
+
+    def gaps_of(self, sequences: Sequence[int]) -> torch.Tensor | None:
+        """First slots of these sequences' gaps, and the first behind them, int64 [2, S]; None when
+        none has any."""
+        found = [self.gaps[s] for s in sequences] if self.gaps else []
+        if all(end <= first for first, end in found):
+            return None
+        return torch.tensor(found, device=self.positions.device).T
 
     def last_rows(self) -> torch.Tensor:
         """Row of each sequence's last query token, int64 [S]."""
@@ -108,4 +121,5 @@ class StepInputs:
             first_positions=tuple(length - 1 for length in self.context_lengths),
             host_block_tables=self.host_block_tables,
             num_shared=self.num_shared,
+            gaps=self.gaps,
         )

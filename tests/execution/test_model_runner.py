@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hocket.errors import ConfigError, InternalError
-from hocket.execution import model_runner
 from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftSource
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence as RunningSequence
+from hocket.execution.waiting_rows import NO_ROWS, WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
@@ -134,31 +134,12 @@ def test_drafts_and_target_meet_the_same_noise_at_every_position(model: Transfor
         assert [output.num_accepted for output in outputs] == wanted
 
 
-def test_hidden_states_wait_boundedly_and_drafting_can_start_again_any_time(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_runner, "MAX_PENDING", 16)
-    runner = runner_of(model)
-    idle, company = sequence_of(runner, 20), sequence_of(runner, 50, GREEDY, seed=1)
-    runner.prefill([PrefillChunk(idle, 20), PrefillChunk(company, 50)])
-    for step in range(1, 16):
-        runner.decode([idle, company], [0, 2])
-        assert 1 <= idle.num_pending <= 16, step
-    assert runner.draft([idle], [4]) == [fresh_drafts(model, idle, 4)]
-    num_complete = idle.num_complete
-    for _ in range(16 + 5):
-        runner.decode([idle], [0])
-    assert idle.num_pending == 0
-    assert runner.draft_limit(idle) == 0
-    assert num_complete <= idle.num_complete < idle.num_computed - 16
-
-
 def test_a_runner_without_drafts_keeps_no_hidden_states(model: Transformer) -> None:
     runner = runner_of(model, drafts=False)
     sequence = sequence_of(runner, 20)
     prefill_whole(runner, sequence)
     runner.decode([sequence], [0])
-    assert sequence.pending_hidden is None
+    assert sequence.waiting == NO_ROWS
     with pytest.raises(ConfigError, match="nothing drafts here"):
         runner.decode([sequence], [1])
 
@@ -179,7 +160,7 @@ def test_decode_goes_on_elsewhere_from_blocks_and_the_bundles_hidden_state(
     moved = sequence_of(decode, 80)
     moved.token_ids.append(first.token_id)
     moved.num_computed = 80
-    moved.pending_hidden = decode.load_hidden_state(data, moved.prompt_tokens)
+    moved.waiting = WaitingRows.of(decode.load_hidden_state(data, moved.prompt_tokens))
     source, target = sequence.block_table[:2], moved.block_table[:2]
     decode.cache.storage[target] = prefill.cache.storage[source]
 
@@ -216,14 +197,14 @@ def test_a_step_that_raises_leaves_its_sequences_as_they_were_and_can_be_repeate
     sequence, reference = sequence_of(runner, 40), sequence_of(reference_runner, 40)
     prefill_whole(runner, sequence)
     prefill_whole(reference_runner, reference)
-    tokens, pending = list(sequence.token_ids), sequence.pending_hidden
+    tokens, waiting = list(sequence.token_ids), sequence.waiting
     with monkeypatch.context() as patch:
         nan = torch.full((4, 120), torch.nan)
         patch.setattr(model, "logits", lambda hidden: nan[: hidden.shape[0]])
         with pytest.raises(InternalError, match="NaN"):
             runner.decode([sequence], [3])
     assert sequence.token_ids == tokens
-    assert sequence.pending_hidden is pending
+    assert sequence.waiting is waiting
     assert sequence.num_computed == 40
     assert runner.decode([sequence], [3]) == reference_runner.decode([reference], [3])
 
@@ -330,4 +311,4 @@ def test_scripted_drafts_can_carry_the_real_cost(model: Transformer) -> None:
     timed = MTPDraftSource(model, runner.cache)
     source = ScriptedDraftSource(truth, 1.0, 120, timed)
     assert source.propose([sequence], [2]) == [[1, 1]]
-    assert sequence.pending_hidden is None  # consumed by the real drafting
+    assert sequence.waiting == NO_ROWS  # consumed by the real drafting

@@ -26,6 +26,7 @@ from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.model_setup import set_up_model
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence as Running
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import PrefixCache
 from hocket.model.random_checkpoint import random_checkpoint
@@ -327,8 +328,8 @@ def test_a_hand_off_carries_a_hidden_state_for_each_module(
     moved = decode.sequence(tokens_of(length))
     moved.token_ids.append(first.token_id)
     moved.num_computed = length
-    moved.pending_hidden = decode.runner.load_hidden_state(data, length)
-    moved.num_context = moved.pending_hidden.shape[0] - 1
+    hidden_RH = decode.runner.load_hidden_state(data, length)
+    moved.waiting = WaitingRows.of(hidden_RH, num_context=len(hidden_RH) - 1)
     num_blocks = decode.cache.layout.blocks_for(length)
     target, taken = moved.block_table[:num_blocks], source.block_table[:num_blocks]
     decode.cache.storage[target] = prefill.cache.storage[taken]
@@ -345,12 +346,12 @@ def test_a_step_that_fails_leaves_the_rows_as_they_were(model_of: ModelOf) -> No
     worker = Worker(model_of(2))
     sequence = worker.sequence(tokens_of(1))
     worker.step(sequence, 1, 0)
-    before = sequence.pending_hidden, sequence.num_context, sequence.num_complete
+    before = sequence.waiting, sequence.gap, sequence.num_complete
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.runner, "verify", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             worker.runner.decode([sequence], [3])
-    assert (sequence.pending_hidden, sequence.num_context, sequence.num_complete) == before
+    assert (sequence.waiting, sequence.gap, sequence.num_complete) == before
     worker.step(sequence, 0, 3)
     assert_complete(worker, sequence)
 

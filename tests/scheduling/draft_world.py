@@ -15,7 +15,7 @@ from hocket.scheduling.draft_controller import DraftController, DraftPolicy, Dra
 from hocket.scheduling.step_costs import StepCosts, StepTimes
 from hocket.types import RequestKey
 
-MAX_PENDING = 64
+MOST_PENDING = 16
 UNIT_S = 0.020
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384)
 
@@ -62,8 +62,7 @@ class SimulatedRequest:
 
     @property
     def cap(self) -> int:
-        """None for good after too long without drafts: its hidden states are gone."""
-        return 0 if self.pending_rows > MAX_PENDING else self.num_tokens - self.position - 1
+        return self.num_tokens - self.position - 1
 
     def verify(self, num_drafts: int, progress: float) -> int:
         """Advances by one step; the drafts that were accepted."""
@@ -73,6 +72,8 @@ class SimulatedRequest:
         while accepted < num_drafts and self._luck[self.position + accepted] < chances[accepted]:
             accepted += 1
         self.pending_rows = (0 if num_drafts else self.pending_rows) + accepted + 1
+        if self.pending_rows > MOST_PENDING:
+            self.pending_rows = max(MOST_PENDING // 2, accepted + 1)
         self.position += accepted + 1
         self.num_drafts += num_drafts
         return accepted

@@ -3,7 +3,7 @@
 Module n, counted from 1, makes the entry of slot s from h_{s-n} of the module before it and from
 t_s. So all modules take the same rows, in order, each with the tokens one further on. The entry of
 the last module goes back as many rows as there are modules: rows whose entries are made already
-come along for their outputs (`Sequence.num_context`), and what they would write is there. The
+come along for their outputs (context, see `WaitingRows`), and what they would write is there. The
 runner sends prompts through all modules, the draft source outputs, with drafts behind them.
 
 Shape letters: R rows of a sequence, T tokens of a flat batch, S sequences, H hidden.
@@ -67,12 +67,15 @@ def run_module(
     parts: list[SequenceInput] = []
     for one in rows:
         slot = one.first_row + module + 1
-        assert slot <= max(one.first_slot, module + 1), (one.sequence.key, slot, one.first_slot)
+        first_slot = max(one.first_slot, module + 1, one.sequence.gap_of(module)[1])
+        assert slot <= first_slot, (one.sequence.key, slot, first_slot)
         parts.append((one.tokens(module), slot, one.sequence.block_table))
     lengths = [len(tokens) for tokens, _, _ in parts]
     hidden = [one.hidden_RH[:length] for one, length in zip(rows, lengths, strict=True)]
     hidden_TH = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-    inputs = StepInputs.build(parts, hidden_TH.device, [one.first_slot for one in rows])
+    first_slots = [one.first_slot for one in rows]
+    gaps = [one.sequence.gap_of(module) for one in rows]
+    inputs = StepInputs.build(parts, hidden_TH.device, first_slots, gaps)
     z = passes.mtp_forward(inputs, hidden_TH, cache, is_last, module)
     if is_last:
         return z

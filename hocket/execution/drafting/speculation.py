@@ -25,6 +25,7 @@ from hocket.execution.passes import Passes
 from hocket.execution.sampling.noise import position_uniform
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence
+from hocket.execution.waiting_rows import NO_ROWS
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
@@ -63,8 +64,8 @@ class DraftSource(Protocol):
     def propose(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
         """`num_drafts[i]` tokens to follow `sequences[i]`; every sequence has one uncomputed token.
 
-        May write MTP entries up to slot num_computed (they count: the rows of `pending_hidden` that
-        wait are consumed) and main or MTP slots beyond it (they don't count).
+        May write MTP entries up to slot num_computed (they count: the rows that wait are
+        consumed) and main or MTP slots beyond it (they don't count).
         """
         ...
 
@@ -76,14 +77,14 @@ class DraftSource(Protocol):
 class MTPDraftSource:
     """Drafts with the checkpoint's own MTP modules, all sequences in one flat batch per pass.
 
-    The first pass turns `pending_hidden` into MTP entries, (h_i, t_{i+1}) -> slot i + 1; its last
+    The first pass turns the rows that wait into MTP entries, (h_i, t_{i+1}) -> slot i + 1; its last
     output of a sequence is the state behind draft 1. With several modules the next passes take the
     rows on through these, the drafts just made at their end. Each further pass feeds the last
     module its own output and the newest draft.
 
     The entries count, and the hidden states are done with, once they have been through all modules:
     they go through all in each step that drafts, however few drafts the sequence gets. Those of a
-    sequence without drafts in this step wait; `Sequence.lapse` bounds how many.
+    sequence without drafts in this step wait; `Sequence.add_hidden` bounds how many.
     """
 
     def __init__(self, model: Transformer, cache: PagedCache, passes: Passes | None = None) -> None:
@@ -128,7 +129,7 @@ class MTPDraftSource:
 
     def pass_rows(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[int]:
         pairs = zip(sequences, num_drafts, strict=True)
-        waiting = sum(s.num_context + s.num_pending for s, wanted in pairs if wanted > 0)
+        waiting = sum(s.waiting.num_rows for s, wanted in pairs if wanted > 0)
         if not waiting:
             return []
         later = range(self._num_modules, max(num_drafts))
@@ -143,8 +144,7 @@ class MTPDraftSource:
         rows: list[HiddenRows] = []
         for sequence, wanted, proposed in zip(sequences, num_drafts, drafts, strict=True):
             if wanted > 0:
-                hidden_RH, last_slot = sequence.pending_hidden, sequence.num_computed
-                assert hidden_RH is not None, sequence.key
+                hidden_RH, last_slot = sequence.waiting.joined(), sequence.num_computed
                 first_slot = last_slot - sequence.num_pending + 1
                 assert first_slot >= sequence.num_shared, (first_slot, sequence.num_shared)
                 first_row = last_slot - hidden_RH.shape[0]
@@ -173,8 +173,9 @@ class MTPDraftSource:
             (one.drafts[-1:], one.last_slot + len(one.drafts), one.sequence.block_table)
             for one in drafting
         ]
-        inputs = StepInputs.build(parts, hidden_SH.device)
         module = self._num_modules - 1
+        gaps = [one.sequence.gap_of(module) for one in drafting]
+        inputs = StepInputs.build(parts, hidden_SH.device, gaps=gaps)
         return self._passes.mtp_forward(inputs, hidden_SH, self._cache, module=module)
 
 
@@ -203,7 +204,7 @@ class ScriptedDraftSource:
             self._timed_source.propose(sequences, num_drafts)
         else:
             for sequence in sequences:
-                sequence.pending_hidden, sequence.num_context = None, 0
+                sequence.waiting = NO_ROWS
         return [
             [self._draft(sequence, sequence.num_tokens + depth) for depth in range(wanted)]
             for sequence, wanted in zip(sequences, num_drafts, strict=True)

@@ -15,6 +15,7 @@ import torch
 from hocket.clock import Clock
 from hocket.execution.model_runner import ModelRunner
 from hocket.execution.sequence import Sequence
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.step_costs import Point, StepCosts, StepTimes
 from hocket.types import RequestKey
@@ -79,6 +80,5 @@ def _sequence(runner: ModelRunner, index: int, block: int) -> Sequence:
         stopping=StoppingParams(_CONTEXT_TOKENS),
         block_table=[block],
         num_computed=_CONTEXT_TOKENS - 1,
-        pending_hidden=hidden_RH.to(device=device, dtype=runner.model.dtype),
-        num_context=num_rows - 1,
+        waiting=WaitingRows.of(hidden_RH.to(device, runner.model.dtype), num_rows - 1),
     )
