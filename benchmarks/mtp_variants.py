@@ -18,12 +18,13 @@ from itertools import islice
 from time import perf_counter
 
 from decode import time_draft_pass, time_main_pass
+from torch import Tensor
 
 from hocket.execution.model_runner import DecodeOutput, ModelRunner
 from hocket.execution.sequence import NO_GAP
 from hocket.execution.sequence import Sequence as RunningSequence
 from hocket.execution.waiting_rows import WaitingRows
-from hocket.scheduling.draft_controller import DraftController, DraftRequest
+from hocket.scheduling.draft_controller import DraftBatch, DraftController, DraftRequest
 from hocket.types import DraftCounts, RequestKey
 
 STEPS_PER_BARE_PASS = 3
@@ -36,16 +37,21 @@ class Beginning:
 
     token_ids: tuple[int, ...]
     num_computed: int
-    waiting: WaitingRows
+    hidden_RH: Tensor
+    num_context: int
 
     @staticmethod
     def of(sequence: RunningSequence) -> Beginning:
-        return Beginning(tuple(sequence.token_ids), sequence.num_computed, sequence.waiting)
+        rows = sequence.waiting
+        return Beginning(
+            tuple(sequence.token_ids), sequence.num_computed, rows.joined(), rows.num_context
+        )
 
     def restore(self, sequence: RunningSequence) -> None:
         sequence.token_ids = list(self.token_ids)
         sequence.num_computed = self.num_computed
-        sequence.waiting, sequence.gap = self.waiting, NO_GAP
+        sequence.waiting = WaitingRows(self.hidden_RH, self.num_context)
+        sequence.gap = NO_GAP
 
 
 @dataclass(frozen=True)
@@ -187,15 +193,15 @@ class Variant:
         if self._controller is None:
             return self._most_drafts()
         started = perf_counter()
-        most = self._controller.policy.max_drafts
-        requests: list[DraftRequest] = []
-        for sequence in (seat.sequence for seat in self._seats):
-            cap = min(most, self._runner.draft_limit(sequence))
-            is_greedy = sequence.sampling.is_greedy
-            requests.append(DraftRequest(sequence.key, cap, sequence.waiting.num_rows, is_greedy))
-        plan = self._controller.allot(requests)
+        keys = [seat.sequence.key for seat in self._seats]
+        plan = self._controller.allot(DraftBatch(keys, self._describe))
         self.decide_s.append(perf_counter() - started)
         return plan
+
+    def _describe(self, place: int) -> DraftRequest:
+        sequence = self._seats[place].sequence
+        cap, is_greedy = self._runner.draft_limit(sequence), sequence.sampling.is_greedy
+        return DraftRequest(cap, sequence.waiting.num_rows, is_greedy)
 
     def _learn(self, outputs: Sequence[DecodeOutput]) -> None:
         if self._controller is None:

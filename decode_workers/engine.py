@@ -50,7 +50,12 @@ from hocket.logs import about
 from hocket.parallel.lockstep import Alone, StepTogether, Wish
 from hocket.rpc.status import failed_from_error
 from hocket.scheduling.chunk_planner import PlannedChunk
-from hocket.scheduling.draft_controller import DraftController, DraftRequest, fixed_drafts
+from hocket.scheduling.draft_controller import (
+    DraftBatch,
+    DraftController,
+    DraftRequest,
+    fixed_drafts,
+)
 from hocket.types import (
     Event,
     Finished,
@@ -274,7 +279,9 @@ class DecodeEngine:
         """One step, together with the group's other ranks; False when nobody has anything to
         compute."""
         chunks = self._scheduler.plan_chunks()
-        proposal = self._drafts.propose([self._draft_request(planned) for planned in plan])
+        keys = [planned.key for planned in plan]
+        batch = DraftBatch(keys, lambda place: self._draft_request(plan[place]))
+        proposal = self._drafts.propose(batch)
         wish = Wish(bool(chunks), bool(plan), proposal.offer)
         with self._together.step(wish) as agreement:
             if agreement is None:
@@ -283,7 +290,7 @@ class DecodeEngine:
             if chunks:
                 self._prefill(chunks, now)
             if plan:
-                self._decode([planned.key for planned in plan], num_drafts, now)
+                self._decode(keys, num_drafts, now)
                 if not chunks and (times := self._runner.last_step) is not None:
                     self._drafts.observe_step(times)
         if plan or not chunks:
@@ -294,7 +301,7 @@ class DecodeEngine:
         sequence = self._live[planned.key].running
         cap = min(planned.num_drafts, self._runner.draft_limit(sequence))
         is_greedy = sequence.sampling.is_greedy
-        return DraftRequest(planned.key, cap, sequence.waiting.num_rows, is_greedy=is_greedy)
+        return DraftRequest(cap, sequence.waiting.num_rows, is_greedy=is_greedy)
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """Computes prompt chunks of requests whose KV was not handed over."""

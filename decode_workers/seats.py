@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.sequence import Sequence
-from hocket.execution.waiting_rows import NO_ROWS, WaitingRows
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.block_pool import BlockPool
 from hocket.kv.prefix_cache import Prefix, PrefixCaching
 from hocket.scheduling.request_limits import blocks_for
@@ -148,7 +148,7 @@ class Seats:
         """The prompt is here: the sequence goes on with its first token, and the hidden states
         before it, of which the last one is not in the MTP entries yet."""
         request = live.request
-        waiting = NO_ROWS if hidden_RH is None else WaitingRows.of(hidden_RH, len(hidden_RH) - 1)
+        num_context = 0 if hidden_RH is None else len(hidden_RH) - 1
         live.sequence = Sequence(
             key=request.key,
             token_ids=[*request.token_ids, first_token],
@@ -160,7 +160,7 @@ class Seats:
             num_shared=self.hit_tokens(live),
             num_generated=request.generated_tokens,
             grammar=live.grammar,
-            waiting=waiting,
+            waiting=WaitingRows(hidden_RH, num_context),
         )
 
     def publish(self, live: LiveRequest) -> None:

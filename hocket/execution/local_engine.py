@@ -22,7 +22,12 @@ from hocket.kv.paged_cache import PagedCache
 from hocket.kv.prefix_cache import NoPrefixCache, Prefix, PrefixCache, PrefixCaching
 from hocket.model.transformer import Transformer
 from hocket.request_params import SamplingParams, StoppingParams
-from hocket.scheduling.draft_controller import DraftController, DraftRequest, fixed_drafts
+from hocket.scheduling.draft_controller import (
+    DraftBatch,
+    DraftController,
+    DraftRequest,
+    fixed_drafts,
+)
 from hocket.types import FinishReason, RequestKey, TokenLogprobs, Usage
 
 
@@ -133,16 +138,12 @@ class LocalEngine:
         self._prefill([r for r in running if r not in decoding])
         if not decoding:
             return
-        asked = [
-            DraftRequest(
-                r.sequence.key,
-                min(r.num_drafts, self.runner.draft_limit(r.sequence)),
-                r.sequence.waiting.num_rows,
-                is_greedy=r.sequence.sampling.is_greedy,
-            )
-            for r in decoding
-        ]
-        outputs = self.runner.decode([r.sequence for r in decoding], self.drafts.allot(asked))
+        sequences = [r.sequence for r in decoding]
+        batch = DraftBatch(
+            [sequence.key for sequence in sequences],
+            lambda place: self._draft_request(decoding[place]),
+        )
+        outputs = self.runner.decode(sequences, self.drafts.allot(batch))
         if (times := self.runner.last_step) is not None:
             self.drafts.observe_step(times)
         for request, output in zip(decoding, outputs, strict=True):
@@ -151,6 +152,12 @@ class LocalEngine:
             self.drafts.observe(request.sequence.key, output.num_drafted, output.num_accepted)
             if request.finish_reason is not None:
                 self.drafts.forget(request.sequence.key)
+
+    def _draft_request(self, running: _Running) -> DraftRequest:
+        sequence = running.sequence
+        cap = min(running.num_drafts, self.runner.draft_limit(sequence))
+        is_greedy = sequence.sampling.is_greedy
+        return DraftRequest(cap, sequence.waiting.num_rows, is_greedy=is_greedy)
 
     def _prefill(self, prompts: list[_Running]) -> None:
         budget = self.limits.chunk_tokens

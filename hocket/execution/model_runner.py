@@ -30,7 +30,7 @@ from hocket.execution.passes import Passes
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sampling.token_choice import TokenChoice
 from hocket.execution.sequence import Sequence
-from hocket.execution.waiting_rows import NO_ROWS
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
@@ -151,16 +151,18 @@ class ModelRunner:
         self.last_step = None
         before = [(sequence.waiting, sequence.gap) for sequence in sequences]
         try:
-            capped = self._capped(sequences, num_drafts)
-            source = self._draft_source
-            draft_rows = [] if source is None else source.pass_rows(sequences, capped)
+            source, draft_rows = self._draft_source, []
+            if source is not None and any(num_drafts):
+                num_drafts = self._capped(sequences, num_drafts)
+                draft_rows = source.pass_rows(sequences, num_drafts)
             started = perf_counter()
-            drafts = self.draft(sequences, capped)
+            drafts = self.draft(sequences, num_drafts)
             drafted = perf_counter()
             outputs = self.verify(sequences, drafts)
             verified = perf_counter()
             num_rows = sum(map(len, drafts)) + len(drafts)
-            self.last_step = StepTimes(draft_rows, drafted - started, num_rows, verified - drafted)
+            draft_s, verify_s = drafted - started, verified - drafted
+            self.last_step = StepTimes(draft_rows, draft_s, num_rows, verify_s, len(sequences))
             return outputs
         except BaseException:
             for sequence, rows in zip(sequences, before, strict=True):
@@ -176,13 +178,13 @@ class ModelRunner:
     @torch.inference_mode()
     def draft(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
         """The first half of `decode`: at most `num_drafts[i]` drafts for each sequence."""
-        if self._draft_source is None:
-            if any(num_drafts):
-                raise ConfigError(
-                    f"{max(num_drafts)} drafts were asked for, but nothing drafts here: the "
-                    "checkpoint has no MTP module, or drafting is off; ask for 0"
-                )
+        if not any(num_drafts):
             return [[] for _ in sequences]
+        if self._draft_source is None:
+            raise ConfigError(
+                f"{max(num_drafts)} drafts were asked for, but nothing drafts here: the "
+                "checkpoint has no MTP module, or drafting is off; ask for 0"
+            )
         return self._draft_source.propose(sequences, self._capped(sequences, num_drafts))
 
     @torch.inference_mode()
@@ -205,8 +207,8 @@ class ModelRunner:
             if self._draft_source is not None:
                 # Of a finished output, too: they say which MTP entries its blocks lack.
                 sequence.add_hidden(hidden_TH, start, start + num_emitted)
-            else:
-                sequence.waiting = NO_ROWS
+            elif sequence.waiting.num_rows:
+                sequence.waiting = WaitingRows()
             num_accepted = min(len(new.token_ids) - 1, num_emitted)
             sequence.drafts = sequence.drafts.add_step(len(proposed), num_accepted, num_emitted)
             outputs.append(

@@ -39,7 +39,7 @@ from hocket.errors import HocketError
 from hocket.execution.grammars.states import CompiledGrammar
 from hocket.execution.sampling.constraints import Constraints
 from hocket.execution.step_failures import RequestFault
-from hocket.execution.waiting_rows import NO_ROWS, WaitingRows
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.request_params import SamplingParams, StoppingParams
 from hocket.types import DraftCounts, FinishReason, PromptLogprobs, RequestKey, TokenLogprobs
 
@@ -68,7 +68,7 @@ class Sequence:
     num_computed: int = 0
     num_shared: int = 0
     num_generated: int = 0
-    waiting: WaitingRows = NO_ROWS
+    waiting: WaitingRows = field(default_factory=WaitingRows)
     gap: tuple[int, int] = NO_GAP
     grammar: CompiledGrammar | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
@@ -126,19 +126,18 @@ class Sequence:
         """Of these rows, which end with h_{c-1}, keep the last: `num_pending` whose entries wait,
         and context before them as far as there is some. Copied, as they may be few of a chunk's."""
         num_rows = min(num_context + num_pending, hidden_RH.shape[0])
-        if num_rows:
-            self.waiting = WaitingRows.of(hidden_RH[-num_rows:].clone(), num_rows - num_pending)
-        else:
-            self.waiting = NO_ROWS
+        kept_RH = hidden_RH[-num_rows:].clone() if num_rows else None
+        self.waiting = WaitingRows(kept_RH, num_rows - num_pending)
 
     def add_hidden(self, hidden_TH: Tensor, first: int, end: int) -> None:
         """Rows `first` to `end` are h_{c-1} and those before it. Of more than `MOST_PENDING` that
         would wait the newer half does."""
-        self.waiting = self.waiting.add(hidden_TH, first, end)
-        num_kept = max(MOST_PENDING // 2, end - first)
-        if self.num_pending > MOST_PENDING and self.num_pending > num_kept:
-            self.gap = (self.num_complete, self.num_computed - num_kept + 1)
-            self.waiting = self.waiting.newest(num_kept)
+        self.waiting.add(hidden_TH, first, end)
+        if self.waiting.num_pending > MOST_PENDING:
+            num_kept = max(MOST_PENDING // 2, end - first)
+            if num_kept < self.waiting.num_pending:
+                self.gap = (self.num_complete, self.num_computed - num_kept + 1)
+                self.waiting.keep_newest(num_kept)
 
     def gap_of(self, module: int) -> tuple[int, int]:
         """Slots without entries in an MTP module, numbered from 0: they end where `gap` does in the

@@ -5,8 +5,8 @@ depth D = 0 to K would emit and cost (`DepthOffer`); from everyone's offers `agr
 them the same depth. Integers only, so that no rank rounds otherwise. One rank alone agrees with
 itself in the same way: there is one rule.
 
-A rank also offers two probes: plans that try one draft more, or one less, than what was agreed
-last, raised by what it may cost to find out. One is taken when it comes out best with that.
+A rank also offers two probes: plans that try more drafts, or fewer, than what was agreed last,
+raised by what it may cost to find out. One is taken when it comes out best with that.
 """
 
 from __future__ import annotations
@@ -48,26 +48,28 @@ NO_PROBE = DepthPrice(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class DepthOffer:
-    """One rank's: by depth 0 to K, and of probes about `base_depth`, the depth agreed last."""
+    """One rank's: by depth 0 to K, and of probes about `base_depth`, the depth agreed last: one
+    with `more_depth` draft passes, and one with one pass less than the base."""
 
     by_depth: tuple[DepthPrice, ...]
     base_depth: int = 0
+    more_depth: int = 0
     more: DepthPrice = NO_PROBE
     fewer: DepthPrice = NO_PROBE
 
     def numbers(self) -> list[int]:
-        """As it is exchanged: 1 + 3 (K + 3) integers below 2^63."""
+        """As it is exchanged: 2 + 3 (K + 3) integers below 2^63."""
         prices = (self.more, self.fewer, *self.by_depth)
         flat = [n for p in prices for n in (p.tokens_e6, p.cost_ns, p.permitted_ns)]
-        return [self.base_depth, *flat]
+        return [self.base_depth, self.more_depth, *flat]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> DepthOffer:
-        base_depth, *flat = numbers
+        base_depth, more_depth, *flat = numbers
         more, fewer, *by_depth = (
             DepthPrice(*flat[i : i + _WIDTH]) for i in range(0, len(flat), _WIDTH)
         )
-        return cls(tuple(by_depth), base_depth, more, fewer)
+        return cls(tuple(by_depth), base_depth, more_depth, more, fewer)
 
 
 NO_DRAFTS = DepthOffer((DepthPrice(0, 1),))
@@ -105,7 +107,7 @@ def agree(offers: Sequence[DepthOffer]) -> Agreement:
         base = _first_best([(price.permitted_ns, price.cost_ns) for price in together])
     agreement, most = Agreement(base, base), together[base]
     if all(offer.base_depth == base for offer in offers):
-        more = Agreement(min(base + 1, depths[-1]), base, Kind.MORE)
+        more = Agreement(max(offer.more_depth for offer in offers), base, Kind.MORE)
         fewer = Agreement(max(base - 1, 0), base, Kind.FEWER)
         for probe, price in (
             (more, _together([offer.more for offer in offers])),

@@ -10,17 +10,19 @@ tells what became of the drafts and how long the step took.
 
 What is not tried is not learned: now and then a step probes a draft more or less (draft_probes.py).
 
-Deciding takes time too. Steps that are short beside it keep the plan that was made for the same
-requests a little before; what they tell is counted when the next plan is made.
+Deciding takes time too. Steps that are short beside it keep a plan that was made a little before,
+if the batch has as many requests or nearly; who joins gets the drafts that the plan gives to others
+who are as likely to keep them. What these steps tell is counted when the next plan is made.
 
 Pure: no clock, no chance; the same story gives the same decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from operator import le
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,9 +42,10 @@ from hocket.types import RequestKey
 
 # For how long a plan is kept: a decision takes half a millisecond to one, much of a short step.
 _KEEP_S = 0.2
-# A step without drafts counts for so much more, where there were none and where there were some:
-# prices are not known better, and to begin again writes all the entries that have waited.
-_NONE_TO_DRAFT, _NONE_TO_STOP = 1.04, 1.01
+# And by what part of it a batch may have grown or shrunk.
+_KEEP_CHANGE = 1 / 8
+# A step without drafts counts for so much more: prices are not known better.
+_WORTH_OF_NONE = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,24 @@ class DraftPolicy:
         return min(fitting, key=lambda t: t.max_requests).tokens_per_s if fitting else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """A running request. `cap`: most drafts that it has room for. `pending_rows`: rows that it
-    brings to the first draft pass."""
+class DraftRequest(NamedTuple):
+    """A running request. `cap`: most drafts that it may have; one that has less room for a while
+    is for the runner to look after. `pending_rows`: rows that it brings to the first draft pass."""
 
-    key: RequestKey
     cap: int
     pending_rows: int = 1
     is_greedy: bool = False
+
+
+class DraftBatch(NamedTuple):
+    """The requests of one step. `describe` tells of the one at a place in `keys`, and is asked only
+    when something is to be decided about it."""
+
+    keys: list[RequestKey]
+    describe: Callable[[int], DraftRequest]
+
+    def requests(self) -> list[DraftRequest]:
+        return [self.describe(place) for place in range(len(self.keys))]
 
 
 @dataclass(slots=True)
@@ -90,6 +102,7 @@ class DraftSnapshot:
     acceptance_greedy: tuple[float, ...] = ()
     draft_costs: tuple[Point, ...] = ()
     verify_costs: tuple[Point, ...] = ()
+    request_s: float = 0.0
     allotted_drafts: int = 0
     steps: int = 0
     probes: int = 0
@@ -98,11 +111,11 @@ class DraftSnapshot:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What one rank could do in the next step. `offer` is what the others must know of it.
-    `caps`: most drafts of each request. Not `adaptive`: everyone gets as many."""
+    `fixed`: drafts by request where their number is not adaptive."""
 
     offer: DepthOffer
-    caps: list[int]
-    adaptive: AdaptiveDrafts | None = None
+    batch: DraftBatch
+    fixed: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,34 +137,70 @@ class AdaptiveDrafts:
         return drafts_B.tolist()
 
 
-@dataclass(slots=True)
 class _Kept:
-    """A plan in use: `steps` by now, of `seconds` in all. It is kept without its probes: then
-    `best` is what a rank that is alone agrees upon, and `drafts` what that gives."""
+    """A plan in use. It is kept without its probes: then `best` is what a rank that is alone agrees
+    upon. It has served for `steps`."""
 
-    proposal: Proposal
-    keys: list[RequestKey]
-    steps: int = 0
-    seconds: float = 0.0
-    best: Agreement | None = None
-    drafts: list[int] = field(default_factory=list[int])
+    def __init__(
+        self,
+        offer: DepthOffer,
+        adaptive: AdaptiveDrafts,
+        keys: list[RequestKey],
+        estimates: SurvivalEstimates,
+    ) -> None:
+        self.offer = offer
+        self.adaptive = adaptive
+        self.best: Agreement | None = None
+        self.steps = 0
+        self._estimates = estimates
+        self._seconds = 0.0
+        self._num_planned = len(keys)
+        self._places = {key: place for place, key in enumerate(keys)}
+        # Of the last step.
+        self._keys: list[RequestKey] = []
+        self._agreement: Agreement | None = None
+        self._planned: list[int] = []
+        self._least_given = math.inf
+        self._drafts: list[int] = []
 
-    def serves(self, keys: list[RequestKey], caps: list[int]) -> bool:
-        """Whether the next step can keep it: the same requests, none with more room than then."""
-        if self.seconds >= _KEEP_S or self.keys != keys:
-            return False
-        return all(map(le, caps, self.proposal.caps))
+    def serves(self, num_requests: int) -> bool:
+        """Whether the next step can keep it."""
+        change = abs(num_requests - self._num_planned)
+        return self._seconds < _KEEP_S and change <= _KEEP_CHANGE * self._num_planned
 
-    def settle(self, adaptive: AdaptiveDrafts, agreement: Agreement) -> list[int]:
+    def settle(self, batch: DraftBatch, agreement: Agreement) -> list[int]:
         """Drafts by request of one more step with it."""
         if self.best is None:
             self.best = Agreement(agreement.base_depth, agreement.base_depth)
-            self.drafts = adaptive.allotted(self.best)
-            offer = replace(self.proposal.offer, more=NO_PROBE, fewer=NO_PROBE)
-            self.proposal = replace(self.proposal, offer=offer)
+            self.offer = replace(self.offer, more=NO_PROBE, fewer=NO_PROBE)
+        if agreement != self._agreement or batch.keys != self._keys:
+            if agreement != self._agreement:
+                self._planned = self.adaptive.allotted(agreement)
+                self._least_given = self.adaptive.plans.least_given(agreement.depth)
+            self._keys, self._agreement = batch.keys, agreement
+            self._drafts = self._share(batch, agreement.depth)
         self.steps += 1
-        self.seconds += adaptive.plans.prices[agreement.depth].seconds
-        return self.drafts if agreement == self.best else adaptive.allotted(agreement)
+        self._seconds += self.adaptive.plans.prices[agreement.depth].seconds
+        return self._drafts
+
+    def forget(self, key: RequestKey) -> None:
+        """Should it come back, it is a new one."""
+        self._places.pop(key, None)
+        self._keys = []
+
+    def _share(self, batch: DraftBatch, depth: int) -> list[int]:
+        """What a request has in the plan; of a new one, as many as are likely enough for it."""
+        drafts: list[int] = []
+        for i, key in enumerate(batch.keys):
+            place = self._places.get(key)
+            if place is None:
+                request = batch.describe(i)
+                survivals = self._estimates.join(key, request.is_greedy)
+                likely = sum(survival >= self._least_given for survival in survivals[:depth])
+                drafts.append(min(likely, request.cap))
+            else:
+                drafts.append(self._planned[place])
+        return drafts
 
 
 class DraftController:
@@ -169,35 +218,34 @@ class DraftController:
         self._last_kind = Kind.BEST
         self._steps: dict[Kind, list[StepTimes]] = {kind: [] for kind in Kind}
 
-    def allot(self, requests: Sequence[DraftRequest]) -> list[int]:
+    def allot(self, batch: DraftBatch) -> list[int]:
         """Drafts for each request of the next step, at most its cap; of a rank that is alone."""
-        proposal, kept = self.propose(requests), self._kept
+        proposal, kept = self.propose(batch), self._kept
         agreement = kept.best if kept is not None else None
         return self.allot_agreed(proposal, agreement or agree([proposal.offer]))
 
-    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+    def propose(self, batch: DraftBatch) -> Proposal:
         """This rank's plans for the next step, to be agreed upon with the group's other ranks."""
-        keys = [request.key for request in requests]
-        most = self.policy.max_drafts
-        caps = [min(max(request.cap, 0), most) for request in requests]
-        if not self.policy.adaptive or most == 0:
-            self._survivals(requests, keys, 1)
-            return Proposal(_fixed_offer(caps, most), caps)
-        if self._kept is not None and self._kept.serves(keys, caps):
-            return replace(self._kept.proposal, caps=caps)
-        num_steps = self._kept.steps if self._kept is not None else 1
-        proposal = self._plan(requests, caps, self._survivals(requests, keys, num_steps))
-        self._kept = _Kept(proposal, keys)
-        return proposal
+        if not self.policy.adaptive or self.policy.max_drafts == 0:
+            requests = batch.requests()
+            self._survivals(batch.keys, requests, 1)
+            caps = self._caps(requests)
+            return Proposal(_fixed_offer(caps, self.policy.max_drafts), batch, caps)
+        if self._kept is None or not self._kept.serves(len(batch.keys)):
+            self._kept = self._plan(batch.keys, batch.requests())
+        return Proposal(self._kept.offer, batch)
+
+    def _caps(self, requests: Sequence[DraftRequest]) -> list[int]:
+        return [min(max(request.cap, 0), self.policy.max_drafts) for request in requests]
 
     def _survivals(
-        self, requests: Sequence[DraftRequest], keys: list[RequestKey], num_steps: int
+        self, keys: list[RequestKey], requests: Sequence[DraftRequest], num_steps: int
     ) -> Floats:
         return self._estimates.survivals(keys, [r.is_greedy for r in requests], num_steps)
 
-    def _plan(
-        self, requests: Sequence[DraftRequest], caps: list[int], survivals_BK: Floats
-    ) -> Proposal:
+    def _plan(self, keys: list[RequestKey], requests: Sequence[DraftRequest]) -> _Kept:
+        num_steps = self._kept.steps if self._kept is not None else 1
+        survivals_BK, caps = self._survivals(keys, requests, num_steps), self._caps(requests)
         for times in self._steps.values():
             self.costs.observe(times)
             times.clear()
@@ -205,24 +253,23 @@ class DraftController:
         pending_B = np.array([request.pending_rows for request in requests], dtype=np.int64)
         tables = Tables(
             self.costs.draft.table(batch.size + sum(caps) + int(pending_B.sum())),
-            self.costs.verify.table(batch.size + sum(caps)),
+            self.costs.verify_table(batch.size + sum(caps), batch.size),
         )
         target = self.policy.tokens_per_s(batch.size)
-        worth_of_none = _NONE_TO_DRAFT if self._probes.base_depth == 0 else _NONE_TO_STOP
-        plans = DraftPlans(batch, tables, target, worth_of_none)
+        plans = DraftPlans(batch, tables, target, _WORTH_OF_NONE)
         probes = self._probes.plan(plans, pending_B, target)
         by_depth = tuple(DepthPrice.of(price, target) for price in plans.prices)
-        more, fewer = probes.more.offer, probes.fewer.offer
-        offer = DepthOffer(by_depth, self._probes.base_depth, more, fewer)
-        return Proposal(offer, caps, AdaptiveDrafts(plans, probes))
+        about = (self._probes.base_depth, probes.more_depth)
+        offer = DepthOffer(by_depth, *about, probes.more.offer, probes.fewer.offer)
+        return _Kept(offer, AdaptiveDrafts(plans, probes), keys, self._estimates)
 
     def allot_agreed(self, proposal: Proposal, agreement: Agreement) -> list[int]:
         """Drafts for each request that `proposal` was made for, after the group has agreed."""
-        drafts = proposal.caps
-        if proposal.adaptive is not None:
+        drafts = proposal.fixed
+        if drafts is None:
             assert self._kept is not None
-            drafts = list(map(min, self._kept.settle(proposal.adaptive, agreement), drafts))
-            self._probes.settle(proposal.adaptive.probes, agreement)
+            drafts = self._kept.settle(proposal.batch, agreement)
+            self._probes.settle(self._kept.adaptive.probes, agreement)
         self._last_kind = agreement.kind
         self._counts.steps += 1
         self._counts.probes += agreement.kind is not Kind.BEST
@@ -242,7 +289,7 @@ class DraftController:
         """A request ended or left."""
         self._estimates.forget(key)
         if self._kept is not None:
-            self._kept.seconds = _KEEP_S
+            self._kept.forget(key)
 
     def snapshot(self) -> DraftSnapshot:
         """For metrics."""
@@ -252,6 +299,7 @@ class DraftController:
             acceptance_greedy=self._estimates.prior(is_greedy=True),
             draft_costs=self.costs.draft.points(),
             verify_costs=self.costs.verify.points(),
+            request_s=self.costs.request_s,
         )
 
 

@@ -100,9 +100,34 @@ class DraftPlans:
         at = (self._positions_K1[:, 0], self._best_K)
         best = (tokens_KM[at].tolist(), slowest_KM[at].tolist(), seconds_KM[at].tolist())
         slowest = 1.0 if batch.size else math.inf
-        tokens = worth_of_none * batch.size
-        nothing = Price(tokens, slowest, float(tables.verify[batch.size]))
+        self._none_tokens = worth_of_none * batch.size
+        nothing = Price(self._none_tokens, slowest, float(tables.verify[batch.size]))
         self.prices = [nothing, *map(Price, *best)]
+
+    @property
+    def best_depth(self) -> int:
+        """From 1 to K, by tokens per second."""
+        speeds = [price.tokens / price.seconds for price in self.prices[1:]]
+        return 1 + speeds.index(max(speeds))
+
+    def least_given(self, depth: int) -> float:
+        """The chance from which on a draft is given in the best plan of at most `depth` passes: in
+        the middle between the least likely one that is and the likeliest one that is not. Where all
+        are given, from which on one more would pay."""
+        drafts_B1 = self.drafts(depth)[:, None]
+        positions_K = self._positions_K1[:, 0]
+        survivals_BK, most_B = self.batch.survivals_BK, np.minimum(self.batch.caps_B, depth)
+        given_BK = positions_K < drafts_B1
+        others_BK = ~given_BK & (positions_K < most_B[:, None])
+        if not given_BK.any():
+            return math.inf
+        least = float(survivals_BK[given_BK].min())
+        if others_BK.any():
+            return (least + min(least, float(survivals_BK[others_BK].max()))) / 2
+        price, num_rows = self.prices[depth], self.batch.size + int(drafts_B1.sum())
+        row_s = float(np.diff(self._tables.verify[num_rows - 1 :][:2]).sum())
+        row_s += float(np.diff(self._tables.draft[self.batch.size - 1 :][:2]).sum())
+        return min(least, row_s * price.tokens / price.seconds)
 
     def drafts(self, depth: int) -> Ints:
         """The best plan of at most `depth` draft passes: drafts by request, [B]."""
@@ -121,7 +146,7 @@ class DraftPlans:
         accepted = float(got_B.sum())
         draft_s = self._draft_s(rows_K, rows_K[0] + accepted + late_rows)[depth - 1] if depth else 0
         return Price(
-            tokens=size + accepted,
+            tokens=size + accepted if depth else self._none_tokens,
             slowest=1.0 + float(got_B.min(initial=math.inf)),
             seconds=float(draft_s + self._tables.verify[size + int(rows_K.sum())]),
         )

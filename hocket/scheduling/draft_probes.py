@@ -2,10 +2,12 @@
 
 What is not tried is not learned: a batch that gets no drafts would never notice that its text has
 become easy to guess, and one that gets many not that fewer rows cost less than is believed. So now
-and then a step gives every request one draft more than pays by present knowledge, or one less. What
-that is expected to lose is saved up before, a small share of step time; then the probe is offered,
-raised by what was saved, and comes out as the best of all plans. No chance and no fixed interval:
-probes are frequent where they cost little, rare where they cost much.
+and then a step gives every request one draft more than pays by present knowledge, or one less.
+Where nobody has any, it is the best plan with drafts, and one for everyone at least: one alone may
+not pay where several do. What that is expected to lose is saved up before, a small share of step
+time; then the probe is offered, raised by what was saved, and comes out as the best of all plans.
+No chance and no fixed interval: probes are frequent where they cost little, rare where they cost
+much.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ProbePair:
-    """The probes of one step, and the base's step time."""
+    """The probes of one step, the base's step time, and draft passes of `more`."""
 
     more: Probe
     fewer: Probe
     base_s: float
+    more_depth: int
 
 
 class Probes:
@@ -53,21 +56,23 @@ class Probes:
         self._fewer = _Savings(_FEWER_SHARE)
 
     def plan(self, plans: DraftPlans, pending_B: Ints, tokens_per_s: float) -> ProbePair:
-        """One draft more for everyone with room, and one less for everyone who has any.
-        `pending_B`: rows that a request brings to the first draft pass."""
+        """`pending_B`: rows that a request brings to the first draft pass."""
         depth = self.base_depth
         base, base_B = plans.prices[depth], plans.drafts(depth)
-        more_B = np.minimum(base_B + 1, plans.batch.caps_B)
+        most_B = base_B + 1 if depth else np.maximum(plans.drafts(plans.best_depth), 1)
+        more_B = np.minimum(most_B, plans.batch.caps_B)
+        more_depth = min(depth + 1, plans.max_depth) if depth else plans.best_depth
         fewer_B = np.maximum(base_B - 1, 0)
         # Who has had no drafts for long has many rows to catch up on.
         late_B = np.maximum(pending_B - 1, 0) * (base_B < np.minimum(more_B, 1))
-        more = plans.price(more_B, min(depth + 1, plans.max_depth), int(late_B.sum()))
+        more = plans.price(more_B, more_depth, int(late_B.sum()))
         fewer = plans.price(fewer_B, max(depth - 1, 0))
         tells_more, tells_less = bool((more_B > base_B).any()), bool((fewer_B < base_B).any())
         return ProbePair(
             self._more.probe(more_B, more, base if tells_more else None, tokens_per_s),
             self._fewer.probe(fewer_B, fewer, base if tells_less else None, tokens_per_s),
             base.seconds,
+            more_depth,
         )
 
     def settle(self, pair: ProbePair, agreement: Agreement) -> None:

@@ -10,6 +10,9 @@ long is uncertain, and moves fast when it is again. A step that took far longer 
 as one that took a little longer, unless several in a row do: then all knots follow together.
 What is read is the isotonic regression of the knots: more rows never cost less.
 
+A row of a request that has one already costs less than a row of another request: what a request
+itself adds to a verify pass is measured at start-up and kept apart from the curve.
+
 Pure: no clock.
 
 Shape letters: J knots.
@@ -19,7 +22,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import combinations
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +49,8 @@ _FADES = 1e-4
 # after another, are no hiccups but a shift.
 _BELIEVED = 2.0
 _HICCUPS = 5
+# Of a verify pass.
+_MOST_OF_REQUESTS = 0.8
 # Knots move together: in this part all, in the rest less by each octave of rows between them.
 _COMMON = 0.7
 _OCTAVES = np.log2(np.array(_KNOTS, dtype=float))
@@ -121,26 +129,47 @@ class CostCurve:
 
 class StepTimes(NamedTuple):
     """Of one decode step: rows of each draft pass, seconds of all of them; rows of the verify pass,
-    its seconds."""
+    its seconds, requests in it."""
 
     draft_rows: Sequence[int]
     draft_s: float
     verify_rows: int
     verify_s: float
+    num_requests: int
 
 
 class StepCosts:
-    """Costs of a decode step's two halves on one worker."""
+    """Costs of a decode step's two halves on one worker. `request_s`: what each request adds to the
+    seconds that `verify` tells of its rows."""
 
-    def __init__(self, draft: CostCurve, verify: CostCurve) -> None:
+    def __init__(self, draft: CostCurve, verify: CostCurve, request_s: float = 0.0) -> None:
         self.draft = draft
         self.verify = verify
+        self.request_s = request_s
 
     @classmethod
-    def from_points(cls, draft: Sequence[Point], verify: Sequence[Point]) -> StepCosts:
-        """From (rows, seconds) of one pass of the MTP module and of one verify pass; a handful of
-        each, from one row to as many as a full batch has. Raises ValueError as `CostCurve`."""
-        return cls(CostCurve(draft), CostCurve(verify))
+    def from_points(
+        cls, draft: Sequence[Point], verify: Sequence[Point], request_s: float = 0.0
+    ) -> StepCosts:
+        """From (rows, seconds) of one pass of the MTP module and of one verify pass, the latter
+        without `request_s` of each request; a handful of each, from one row to as many as a full
+        batch has. Raises ValueError as `CostCurve`."""
+        return cls(CostCurve(draft), CostCurve(verify), request_s)
+
+    @classmethod
+    def from_steps(cls, draft: Sequence[Point], steps: Sequence[StepTimes]) -> StepCosts:
+        """From verify passes of which some have as many rows as others, of fewer requests. Raises
+        ValueError as `CostCurve`."""
+        request_s = _request_s(steps)
+        seconds_of: defaultdict[int, list[float]] = defaultdict(list)
+        for step in steps:
+            seconds_of[step.verify_rows].append(step.verify_s - request_s * step.num_requests)
+        points = [(rows, fmean(seconds)) for rows, seconds in seconds_of.items()]
+        return cls.from_points(draft, points, request_s)
+
+    def verify_table(self, max_rows: int, num_requests: int) -> Floats:
+        """Seconds of a verify pass of so many requests, as `CostCurve.table`."""
+        return self.verify.table(max_rows) + self.request_s * num_requests
 
     def observe(self, steps: Sequence[StepTimes]) -> None:
         """Measured steps, like one another; not such that also computed prompts."""
@@ -150,7 +179,23 @@ class StepCosts:
             self.draft.observe(rows, sum(step.draft_s for step in drafted), len(drafted))
         if steps:
             rows = [step.verify_rows for step in steps]
-            self.verify.observe(rows, sum(step.verify_s for step in steps), len(steps))
+            seconds = sum(step.verify_s for step in steps)
+            of_requests_s = self.request_s * sum(step.num_requests for step in steps)
+            of_rows_s = max(seconds - of_requests_s, (1.0 - _MOST_OF_REQUESTS) * seconds)
+            self.verify.observe(rows, of_rows_s, len(steps))
+
+
+def _request_s(steps: Sequence[StepTimes]) -> float:
+    """What a request adds: by least squares from pairs of steps with as many rows, of which one has
+    more requests. Not negative, and of no step more than `_MOST_OF_REQUESTS`."""
+    above = below = 0.0
+    for one, other in combinations(steps, 2):
+        if one.verify_rows == other.verify_rows:
+            more = one.num_requests - other.num_requests
+            above += more * (one.verify_s - other.verify_s)
+            below += more**2
+    most = min((_MOST_OF_REQUESTS * step.verify_s / step.num_requests for step in steps), default=0)
+    return min(max(above / below, 0.0), most) if below else 0.0
 
 
 def _line(knots: Sequence[int], seconds: Sequence[float], at: NDArray[np.int64]) -> Floats:

@@ -66,6 +66,7 @@ class SurvivalEstimates:
         self._positions_K = np.arange(max_drafts)
         self._rows: dict[RequestKey, int] = {}
         self._free: list[int] = []
+        self._leaving: list[int] = []
         self._counts_RK = np.zeros((0, max_drafts))
         self._means_RK = np.zeros((0, max_drafts))
         self._kinds_R = np.zeros(0, dtype=np.int64)
@@ -78,20 +79,27 @@ class SurvivalEstimates:
         self._start_weight = prior.weight
         self._prior_counts = np.full((2, max_drafts), prior.weight)
         self._prior_means = np.array([start_K, start_K])
+        self._new_survivals: list[list[float]] = self._prior_means.cumprod(axis=1).tolist()
         self._spreads = self._prior_means * (1.0 - self._prior_means) / _START_OWN
 
     def observe(self, key: RequestKey, num_drafted: int, num_accepted: int) -> None:
-        """What became of a request's drafts in one step. Raises KeyError when it is unknown."""
+        """What became of a request's drafts in one step. Raises KeyError when it had any and is
+        unknown."""
         assert num_accepted <= num_drafted <= len(self._positions_K), (num_accepted, num_drafted)
-        row = self._rows[key]
         if num_drafted:
-            self._outcomes[row].append((num_drafted, num_accepted))
+            self._outcomes[self._rows[key]].append((num_drafted, num_accepted))
+
+    def join(self, key: RequestKey, is_greedy: bool) -> list[float]:
+        """A request that `survivals` was not asked about yet, K chances of a new one of its kind;
+        of a known one, too."""
+        if key not in self._rows:
+            self._begin(key, is_greedy)
+        return self._new_survivals[int(is_greedy)]
 
     def forget(self, key: RequestKey) -> None:
         """Frees a request's state, if it has any; what it has shown stays in the prior."""
         if key in self._rows:
-            self._count()
-            self._free.append(self._rows.pop(key))
+            self._leaving.append(self._rows.pop(key))
 
     def survivals(
         self, keys: Sequence[RequestKey], are_greedy: Sequence[bool], num_steps: int = 1
@@ -109,6 +117,7 @@ class SurvivalEstimates:
         counts_BK, means_BK = self._counts_RK[rows_B], self._means_RK[rows_B]
         # The best weight for a mean of n outcomes, of variance p (1 - p) each, is n / (n + weight).
         priors = self._tied_priors()
+        self._new_survivals = priors.cumprod(axis=1).tolist()
         weights = priors * (1.0 - priors) / np.maximum(self._spreads, 1e-4)
         weights = np.minimum(np.maximum(weights, _LEAST_OWN), _MOST_OWN)
         kinds_B = self._kinds_R[rows_B]
@@ -150,7 +159,9 @@ class SurvivalEstimates:
         return row
 
     def _count(self) -> None:
-        """Takes the collected outcomes into means and priors."""
+        """Takes the collected outcomes into means and priors; then rows may have new owners."""
+        self._free += self._leaving
+        self._leaving.clear()
         if not self._outcomes:
             return
         rows_U = list(self._outcomes)

@@ -16,7 +16,7 @@ from hocket.execution.model_runner import ModelRunner, PrefillChunk
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import MOST_PENDING, NO_GAP
 from hocket.execution.sequence import Sequence as Running
-from hocket.execution.waiting_rows import NO_ROWS, WaitingRows
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.model import transformer
 from hocket.model.attention import AttentionPlan, plan_attention
@@ -191,18 +191,22 @@ def test_a_gap_from_the_first_slot_on_is_a_later_first_slot(
 def test_rows_are_those_that_were_added_whatever_is_forgotten() -> None:
     random = Random(1)
     steps: Sequence[torch.Tensor] = [torch.randn(9, 4) for _ in range(30)]
-    rows, known = NO_ROWS, torch.zeros(0, 4)
+    rows, known = WaitingRows(), torch.zeros(0, 4)
     for step in steps:
         first = random.randrange(8)
         end = random.randint(first + 1, 9)
-        rows = rows.add(step, first, end)
+        rows.add(step, first, end)
         known = torch.cat([known, step[first:end]])
         if random.random() < 0.4:
             num_kept = random.randint(1, rows.num_pending)
-            rows, known = rows.newest(num_kept), known[-num_kept:]
+            rows.keep_newest(num_kept)
+            known = known[-num_kept:]
         assert rows.num_rows == rows.num_pending == len(known)
         assert torch.equal(rows.joined(), known)
-    with_context = WaitingRows.of(steps[0], num_context=2).add(steps[1], 0, 1)
+    with_context = WaitingRows(steps[0], num_context=2)
+    with_context.add(steps[1], 0, 1)
     assert (with_context.num_rows, with_context.num_pending) == (10, 8)
-    assert with_context.newest(8).num_context == 0
-    assert torch.equal(with_context.newest(8).joined(), with_context.joined()[-8:])
+    known = with_context.joined()[-8:]
+    with_context.keep_newest(8)
+    assert with_context.num_context == 0
+    assert torch.equal(with_context.joined(), known)

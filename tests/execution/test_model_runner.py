@@ -13,7 +13,7 @@ from hocket.execution.drafting.speculation import MTPDraftSource, ScriptedDraftS
 from hocket.execution.model_runner import FirstToken, ModelRunner, PrefillChunk
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence as RunningSequence
-from hocket.execution.waiting_rows import NO_ROWS, WaitingRows
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
@@ -139,7 +139,7 @@ def test_a_runner_without_drafts_keeps_no_hidden_states(model: Transformer) -> N
     sequence = sequence_of(runner, 20)
     prefill_whole(runner, sequence)
     runner.decode([sequence], [0])
-    assert sequence.waiting == NO_ROWS
+    assert sequence.waiting.num_rows == 0
     with pytest.raises(ConfigError, match="nothing drafts here"):
         runner.decode([sequence], [1])
 
@@ -160,7 +160,7 @@ def test_decode_goes_on_elsewhere_from_blocks_and_the_bundles_hidden_state(
     moved = sequence_of(decode, 80)
     moved.token_ids.append(first.token_id)
     moved.num_computed = 80
-    moved.waiting = WaitingRows.of(decode.load_hidden_state(data, moved.prompt_tokens))
+    moved.waiting = WaitingRows(decode.load_hidden_state(data, moved.prompt_tokens))
     source, target = sequence.block_table[:2], moved.block_table[:2]
     decode.cache.storage[target] = prefill.cache.storage[source]
 
@@ -311,4 +311,4 @@ def test_scripted_drafts_can_carry_the_real_cost(model: Transformer) -> None:
     timed = MTPDraftSource(model, runner.cache)
     source = ScriptedDraftSource(truth, 1.0, 120, timed)
     assert source.propose([sequence], [2]) == [[1, 1]]
-    assert sequence.waiting == NO_ROWS  # consumed by the real drafting
+    assert sequence.waiting.num_rows == 0  # consumed by the real drafting

@@ -329,7 +329,7 @@ def test_a_hand_off_carries_a_hidden_state_for_each_module(
     moved.token_ids.append(first.token_id)
     moved.num_computed = length
     hidden_RH = decode.runner.load_hidden_state(data, length)
-    moved.waiting = WaitingRows.of(hidden_RH, num_context=len(hidden_RH) - 1)
+    moved.waiting = WaitingRows(hidden_RH, num_context=len(hidden_RH) - 1)
     num_blocks = decode.cache.layout.blocks_for(length)
     target, taken = moved.block_table[:num_blocks], source.block_table[:num_blocks]
     decode.cache.storage[target] = prefill.cache.storage[taken]

@@ -8,10 +8,15 @@ same luck, and over the same work (`simulate`) their throughputs compare.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hocket.scheduling.draft_controller import DraftController, DraftPolicy, DraftRequest
+from hocket.scheduling.draft_controller import (
+    DraftBatch,
+    DraftController,
+    DraftPolicy,
+    DraftRequest,
+)
 from hocket.scheduling.step_costs import StepCosts, StepTimes
 from hocket.types import RequestKey
 
@@ -37,6 +42,10 @@ def compute_bound(rows: int) -> float:
 def one_layer(rows: int) -> float:
     """An MTP module beside a deep model."""
     return 0.06 + 0.001 * rows
+
+
+def batch_of(requests: Sequence[tuple[RequestKey, DraftRequest]]) -> DraftBatch:
+    return DraftBatch([key for key, _ in requests], lambda place: requests[place][1])
 
 
 @dataclass
@@ -108,7 +117,7 @@ class SimulatedWorker:
     def step(self, progress: float = 0.0) -> None:
         requests = self.running
         drafts = self.controller.allot(
-            [DraftRequest(r.key, r.cap, r.pending_rows) for r in requests]
+            batch_of([(r.key, DraftRequest(r.cap, r.pending_rows)) for r in requests])
         )
         waiting = sum(r.pending_rows for r, k in zip(requests, drafts, strict=True) if k)
         draft_rows = [waiting] if waiting else []
@@ -119,7 +128,8 @@ class SimulatedWorker:
         verify_s = unit_s * self._verify(verify_rows)
         noise = self._draw.uniform(1.0 - self._noise, 1.0 + self._noise)
         noise *= 10.0 if self._draw.random() < self._hiccups else 1.0
-        times = StepTimes(draft_rows, noise * draft_s, verify_rows, noise * verify_s)
+        measured_s = (noise * draft_s, noise * verify_s)
+        times = StepTimes(draft_rows, measured_s[0], verify_rows, measured_s[1], len(requests))
         self.controller.observe_step(times)
         for request, num_drafts in zip(requests, drafts, strict=True):
             accepted = request.verify(num_drafts, progress)

@@ -16,6 +16,7 @@ from hocket.scheduling.depth_agreement import (
     agree,
 )
 from hocket.scheduling.draft_controller import (
+    DraftBatch,
     DraftController,
     DraftPolicy,
     DraftRequest,
@@ -23,6 +24,7 @@ from hocket.scheduling.draft_controller import (
 )
 from hocket.scheduling.step_costs import StepCosts
 from hocket.types import RequestKey
+from tests.scheduling.draft_world import batch_of
 
 MAX_DRAFTS = 3
 
@@ -33,6 +35,7 @@ offers = st.builds(
     DepthOffer,
     st.lists(prices, min_size=MAX_DRAFTS + 1, max_size=MAX_DRAFTS + 1).map(tuple),
     st.integers(0, MAX_DRAFTS),
+    st.integers(0, MAX_DRAFTS),
     prices,
     prices,
 )
@@ -41,7 +44,7 @@ offers = st.builds(
 @given(offers)
 def test_an_offer_survives_its_exchange(offer: DepthOffer) -> None:
     numbers = offer.numbers()
-    assert len(numbers) == 1 + 3 * (MAX_DRAFTS + 3)
+    assert len(numbers) == 2 + 3 * (MAX_DRAFTS + 3)
     assert all(0 <= number < 2**63 for number in numbers)
     assert DepthOffer.from_numbers(numbers) == offer
 
@@ -72,7 +75,7 @@ def test_the_depth_is_the_groups_best_whatever_the_order_of_ranks(
 def offer(base_depth: int, more_tokens: int) -> DepthOffer:
     """Best at depth 1, with a probe one deeper that is worth so much."""
     by_depth = tuple(DepthPrice(tokens, 100) for tokens in (10, 20, 20, 20))
-    return DepthOffer(by_depth, base_depth, DepthPrice(more_tokens, 100))
+    return DepthOffer(by_depth, base_depth, 2, DepthPrice(more_tokens, 100))
 
 
 def test_a_probe_is_made_when_the_group_has_saved_enough_for_it() -> None:
@@ -92,8 +95,8 @@ def controller(policy: DraftPolicy, verify_s: float = 0.020) -> DraftController:
     return DraftController(policy, costs)
 
 
-def requests(rank: int, number: int) -> list[DraftRequest]:
-    return [DraftRequest(RequestKey(f"{rank}-{i}"), 8) for i in range(number)]
+def requests(rank: int, number: int) -> DraftBatch:
+    return batch_of([(RequestKey(f"{rank}-{i}"), DraftRequest(8)) for i in range(number)])
 
 
 def test_ranks_draft_to_one_depth_and_an_idle_one_comes_along() -> None:
@@ -113,8 +116,8 @@ def test_ranks_draft_to_one_depth_and_an_idle_one_comes_along() -> None:
             drafts = rank.allot_agreed(proposals[number], agreement)
             assert len(drafts) == size
             assert max(drafts, default=0) <= agreement.depth
-            for request, num_drafts in zip(requests(number, size), drafts, strict=True):
-                rank.observe(request.key, num_drafts, 0)
+            for key, num_drafts in zip(requests(number, size).keys, drafts, strict=True):
+                rank.observe(key, num_drafts, 0)
     assert 0 in depths
     # Long after all drafts were refused the group still looks.
     assert all(rank.snapshot().probes > 0 for rank in ranks)
@@ -122,8 +125,8 @@ def test_ranks_draft_to_one_depth_and_an_idle_one_comes_along() -> None:
 
 def test_with_a_fixed_number_the_deepest_rank_decides() -> None:
     ranks = [controller(DraftPolicy(MAX_DRAFTS, adaptive=False)) for _ in range(2)]
-    short = [DraftRequest(RequestKey("a"), 1)]
-    long = [DraftRequest(RequestKey("b"), 2), DraftRequest(RequestKey("c"), 0)]
+    short = batch_of([(RequestKey("a"), DraftRequest(1))])
+    long = batch_of([(RequestKey("b"), DraftRequest(2)), (RequestKey("c"), DraftRequest(0))])
     proposals = [ranks[0].propose(short), ranks[1].propose(long)]
     agreement = agree([proposal.offer for proposal in proposals])
     assert agreement == Agreement(2, 2)

@@ -27,11 +27,13 @@ from tests.scheduling.draft_world import (
     UNIT_S,
     SimulatedRequest,
     SimulatedWorker,
+    batch_of,
     compute_bound,
     memory_bound,
     one_layer,
 )
 
+Asked = tuple[RequestKey, DraftRequest]
 NEVER = (0.0,) * 8
 ALWAYS = (1.0,) * 8
 
@@ -42,8 +44,8 @@ def costs() -> StepCosts:
     )
 
 
-def requests(number: int, cap: int = 8) -> list[DraftRequest]:
-    return [DraftRequest(RequestKey(str(i)), cap) for i in range(number)]
+def requests(number: int, cap: int = 8) -> list[Asked]:
+    return [(RequestKey(str(i)), DraftRequest(cap)) for i in range(number)]
 
 
 policies = st.builds(
@@ -53,47 +55,63 @@ policies = st.builds(
     st.sampled_from([(), (SpeedTarget(2, 60.0), SpeedTarget(4, 30.0))]),
     st.sampled_from([1, 1, 2]),
 )
-batches = st.lists(
-    st.builds(
-        DraftRequest,
-        st.sampled_from([RequestKey(name) for name in "abcdef"]),
-        st.integers(0, 6),
-        st.integers(0, 70),
-        st.booleans(),
-    ),
-    max_size=6,
-    unique_by=lambda request: request.key,
-)
-steps = st.lists(st.tuples(batches, st.integers(0, 4), st.floats(1e-4, 1.0)), max_size=25)
+# By key, as the most that a request may have does not change.
+caps = st.dictionaries(st.sampled_from([RequestKey(name) for name in "abcdef"]), st.integers(0, 6))
+described = st.builds(DraftRequest, st.just(0), st.integers(0, 16), st.booleans())
 
 
-def play(
-    policy: DraftPolicy, told: Sequence[tuple[list[DraftRequest], int, float]]
-) -> list[list[int]]:
+@st.composite
+def stories(draw: st.DrawFn) -> list[tuple[list[Asked], int, float]]:
+    """Batch, luck and seconds of each step."""
+    cap_of = draw(caps)
+    some = st.sampled_from(sorted(cap_of, key=str)) if cap_of else st.nothing()
+    keys = st.lists(some, unique=True)
+    return [
+        (
+            [(key, draw(described)._replace(cap=cap_of[key])) for key in draw(keys)],
+            draw(st.integers(0, 4)),
+            draw(st.floats(1e-4, 1.0)),
+        )
+        for _ in range(draw(st.integers(0, 25)))
+    ]
+
+
+def play(policy: DraftPolicy, told: Sequence[tuple[list[Asked], int, float]]) -> list[list[int]]:
     """What a controller decides over these steps; each forgets whom the next one does not have."""
     controller = DraftController(policy, costs())
     decisions: list[list[int]] = []
     for running, luck, step_s in told:
-        drafts = controller.allot(running)
+        drafts = controller.allot(batch_of(running))
         decisions.append(drafts)
         rows = [len(running)] if any(drafts) else []
-        times = StepTimes(rows, step_s, len(running) + sum(drafts), step_s)
+        times = StepTimes(rows, step_s, len(running) + sum(drafts), step_s, len(running))
         controller.observe_step(times)
-        for request, num_drafts in zip(running, drafts, strict=True):
-            controller.observe(request.key, num_drafts, min(luck, num_drafts))
+        for (key, _), num_drafts in zip(running, drafts, strict=True):
+            controller.observe(key, num_drafts, min(luck, num_drafts))
             if luck == 0:
-                controller.forget(request.key)
+                controller.forget(key)
     return decisions
 
 
-@given(policies, steps)
+def test_a_request_that_ended_may_come_back_within_the_time_of_a_plan() -> None:
+    """One that was in the batch when it was made, and one that joined later."""
+    controller = DraftController(DraftPolicy(3), StepCosts.from_points([(1, 1e-6)], [(1, 1e-3)]))
+    for number in (8, 9, 9, 8, 9):
+        running = requests(number)
+        for (key, _), drafts in zip(running, controller.allot(batch_of(running)), strict=True):
+            controller.observe(key, drafts, drafts)
+        for key, _ in (running[0], running[-1]):
+            controller.forget(key)
+
+
+@given(policies, stories())
 @settings(max_examples=60, deadline=None)
 def test_drafts_keep_the_caps_and_the_same_story_gives_the_same_decisions(
-    policy: DraftPolicy, told: list[tuple[list[DraftRequest], int, float]]
+    policy: DraftPolicy, told: list[tuple[list[Asked], int, float]]
 ) -> None:
     decisions = play(policy, told)
     for (running, _, _), drafts in zip(told, decisions, strict=True):
-        most = [min(request.cap, policy.max_drafts) for request in running]
+        most = [min(request.cap, policy.max_drafts) for _, request in running]
         assert len(drafts) == len(most)
         assert all(0 <= given <= cap for given, cap in zip(drafts, most, strict=True))
         if not policy.adaptive:
@@ -103,21 +121,21 @@ def test_drafts_keep_the_caps_and_the_same_story_gives_the_same_decisions(
 
 def test_a_fixed_number_is_kept_whatever_is_observed() -> None:
     controller = fixed_drafts(3)
-    running = [*requests(2), DraftRequest(RequestKey("short"), 1)]
+    running = [*requests(2), (RequestKey("short"), DraftRequest(1))]
     for _ in range(50):
-        assert controller.allot(running) == [3, 3, 1]
-        controller.observe_step(StepTimes([3], 1.0, 10, 1.0))
-        for request, drafts in zip(running, (3, 3, 1), strict=True):
-            controller.observe(request.key, drafts, 0)
+        assert controller.allot(batch_of(running)) == [3, 3, 1]
+        controller.observe_step(StepTimes([3], 1.0, 10, 1.0, 3))
+        for (key, _), drafts in zip(running, (3, 3, 1), strict=True):
+            controller.observe(key, drafts, 0)
     assert controller.snapshot().acceptance_sampled[0] < 0.3
 
 
 def test_without_drafts_allowed_nothing_is_allotted() -> None:
-    assert DraftController(DraftPolicy(0), costs()).allot(requests(3)) == [0, 0, 0]
+    assert DraftController(DraftPolicy(0), costs()).allot(batch_of(requests(3))) == [0, 0, 0]
 
 
 def test_a_batch_of_nobody_gets_nothing() -> None:
-    assert DraftController(DraftPolicy(3), costs()).allot([]) == []
+    assert DraftController(DraftPolicy(3), costs()).allot(batch_of([])) == []
 
 
 def one_of_two_kept(targets: tuple[SpeedTarget, ...] = ()) -> list[int]:
@@ -128,9 +146,9 @@ def one_of_two_kept(targets: tuple[SpeedTarget, ...] = ()) -> list[int]:
     running = requests(2)
     decisions: list[tuple[int, ...]] = []
     for _ in range(120):
-        drafts = controller.allot(running)
-        controller.observe(running[0].key, drafts[0], drafts[0])
-        controller.observe(running[1].key, drafts[1], 0)
+        drafts = controller.allot(batch_of(running))
+        controller.observe(running[0][0], drafts[0], drafts[0])
+        controller.observe(running[1][0], drafts[1], 0)
         decisions.append(tuple(drafts))
     return list(Counter(decisions[-20:]).most_common(1)[0][0])
 
@@ -204,7 +222,7 @@ def test_a_probe_of_those_who_wait_counts_what_they_have_to_catch_up_on() -> Non
         controller = DraftController(
             DraftPolicy(3), StepCosts.from_points(draft, verify), AcceptancePrior((0.01,), 1000.0)
         )
-        running = [DraftRequest(RequestKey(str(i)), 8, pending_rows) for i in range(16)]
+        running = batch_of([(key, DraftRequest(8, pending_rows)) for key, _ in requests(16)])
         return next(step for step in range(10_000) if any(controller.allot(running)))
 
     assert steps_between_probes(60) > 2 * steps_between_probes(1)
@@ -212,7 +230,7 @@ def test_a_probe_of_those_who_wait_counts_what_they_have_to_catch_up_on() -> Non
 
 def test_the_snapshot_tells_what_is_known_and_done() -> None:
     controller = DraftController(DraftPolicy(3), costs(), AcceptancePrior((0.7, 0.5)))
-    allotted = sum(sum(controller.allot(requests(2))) for _ in range(5))
+    allotted = sum(sum(controller.allot(batch_of(requests(2)))) for _ in range(5))
     snapshot = controller.snapshot()
     assert snapshot.steps == 5
     assert snapshot.allotted_drafts == allotted > 0
@@ -243,12 +261,12 @@ def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(
 
     monkeypatch.setattr(draft_controller, "DraftPlans", Counted)
 
-    def run(controller: DraftController, running: list[DraftRequest], steps: int) -> int:
+    def run(controller: DraftController, running: list[Asked], steps: int) -> int:
         made.clear()
         for _ in range(steps):
-            for request, drafts in zip(running, controller.allot(running), strict=True):
-                assert drafts <= request.cap
-                controller.observe(request.key, drafts, drafts)
+            drafts = controller.allot(batch_of(running))
+            for (key, _), num_drafts in zip(running, drafts, strict=True):
+                controller.observe(key, num_drafts, num_drafts)
         return len(made)
 
     def short(step_s: float) -> DraftController:
@@ -263,3 +281,32 @@ def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(
     assert run(controller, requests(2), 1) == 1
     # Outcomes of the steps between are all counted.
     assert controller.snapshot().acceptance_sampled[0] > 0.9
+
+
+def test_requests_come_and_go_within_the_time_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large batch some request ends with nearly every step."""
+    made: list[int] = []
+
+    class Counted(DraftPlans):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self.batch.size)
+
+    monkeypatch.setattr(draft_controller, "DraftPlans", Counted)
+    controller = DraftController(DraftPolicy(3), StepCosts.from_points([(1, 1e-6)], [(1, 0.002)]))
+    probes_before = 0
+    for serial in range(300):
+        running = [(RequestKey(str(serial + i)), DraftRequest(8 if i else 1)) for i in range(16)]
+        drafts = controller.allot(batch_of(running))
+        for (key, _), num_drafts in zip(running, drafts, strict=True):
+            controller.observe(key, num_drafts, num_drafts)
+        controller.forget(running[0][0])
+        probes = controller.snapshot().probes
+        # The last one is new, and drafts cost nothing.
+        assert drafts[-2:] == [3, 3] or probes > probes_before, serial
+        probes_before = probes
+    assert len(made) <= 4
+    # As many more, or fewer, are another batch.
+    assert len(controller.allot(batch_of(requests(18)))) == 18
+    assert len(controller.allot(batch_of(requests(15)))) == 15
+    assert made[-2:] == [18, 15]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -106,6 +107,49 @@ def test_passes_of_different_rows_are_told_apart_by_steps_that_mix_them() -> Non
 def test_a_step_without_drafts_says_nothing_about_them() -> None:
     costs = StepCosts.from_points(draft=[(1, 0.002)], verify=[(1, 0.020)])
     for _ in range(100):
-        costs.observe([StepTimes([], 0.0, 8, 0.040)])
+        costs.observe([StepTimes([], 0.0, 8, 0.040, 8)])
     assert seconds(costs.draft, 8) == pytest.approx(0.002)
     assert seconds(costs.verify, 8) == pytest.approx(0.040, rel=0.02)
+
+
+def measured(request_s: float, batches: Sequence[tuple[int, int]]) -> list[StepTimes]:
+    """Steps of (requests, drafts of each), as a start-up takes."""
+    return [
+        StepTimes([], 0.0, size * (1 + k), 0.001 + 1e-4 * size * (1 + k) + request_s * size, size)
+        for size, k in batches
+    ]
+
+
+AT_START = [(size, k) for size in (1, 2, 4, 8, 16, 32) for k in (0, 1)]
+
+
+def test_what_requests_cost_beside_their_rows_is_told_from_steps_with_as_many_rows() -> None:
+    costs = StepCosts.from_steps([(1, 0.002)], measured(2e-4, AT_START))
+    assert costs.request_s == pytest.approx(2e-4)
+    for num_requests, rows in [(16, 16), (16, 32), (2, 32), (32, 64)]:
+        expected_s = 0.001 + 1e-4 * rows + 2e-4 * num_requests
+        assert costs.verify_table(64, num_requests)[rows] == pytest.approx(expected_s)
+    # Steps in service are taken apart in the same way: here all has become twice as slow.
+    for _ in range(200):
+        costs.observe(
+            [step._replace(verify_s=2 * step.verify_s) for step in measured(2e-4, [(16, 1)])]
+        )
+    assert costs.verify_table(64, 16)[32] == pytest.approx(2 * (0.001 + 32e-4 + 32e-4), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "steps", [measured(2e-4, [(1, 0), (2, 2), (4, 4)]), measured(-2e-5, AT_START), []]
+)
+def test_where_nothing_is_told_of_requests_rows_cost_all(steps: list[StepTimes]) -> None:
+    assert StepCosts.from_steps([(1, 0.002)], steps or measured(0.0, [(3, 0)])).request_s == 0.0
+
+
+def test_requests_never_make_up_all_of_a_pass() -> None:
+    """However wrong a measurement was, the curve of rows stays a curve."""
+    steps = measured(2e-4, AT_START)
+    steps[-2] = steps[-2]._replace(verify_s=1.0)
+    costs = StepCosts.from_steps([(1, 0.002)], steps)
+    assert costs.request_s > 2e-4
+    assert all(s > 0 for _, s in costs.verify.points())
+    costs.observe([StepTimes([], 0.0, 32, 1e-6, 32)])
+    assert all(s > 0 for _, s in costs.verify.points())

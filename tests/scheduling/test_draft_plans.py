@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.scheduling.draft_plans import Batch, DraftPlans, Price, Tables
+from hocket.scheduling.draft_probes import Probes
 
 MOST_ROWS = 64
 
@@ -152,3 +153,37 @@ def test_the_first_pass_has_the_rows_that_accepted_drafts_leave_for_it() -> None
     # 1 + 0.5 rows; 1 + 0.75 rows, and a row in the second pass.
     assert plans.price(np.array([1, 0]), 1).seconds == pytest.approx(11.5)
     assert plans.price(np.array([2, 0]), 2).seconds == pytest.approx(12.75)
+
+
+@given(batches((1, 2)), curves(), curves())
+@settings(max_examples=120, deadline=None)
+def test_a_newcomer_gets_what_a_request_like_it_has(
+    batch: Batch, draft: np.ndarray, verify: np.ndarray
+) -> None:
+    plans = DraftPlans(batch, Tables(draft, verify))
+    for depth in range(plans.max_depth + 1):
+        drafts_B, least = plans.drafts(depth), plans.least_given(depth)
+        most_B = np.minimum(batch.caps_B, depth)
+        given = [s for row, k in zip(batch.survivals_BK, drafts_B, strict=True) for s in row[:k]]
+        others = [
+            s
+            for row, k, most in zip(batch.survivals_BK, drafts_B, most_B, strict=True)
+            for s in row[k:most]
+        ]
+        if not given:
+            assert least == math.inf
+        elif max(others, default=-1.0) < min(given):
+            likely_BK = batch.survivals_BK >= least
+            assert (np.minimum(likely_BK.sum(axis=1), most_B) == drafts_B).all()
+
+
+def test_where_nobody_drafts_the_best_plan_with_drafts_is_tried() -> None:
+    """Two modules: a first draft costs two passes and does not pay, the second comes for little."""
+    batch = Batch(np.array([[0.5, 0.45], [0.2, 0.1]]), np.array([2, 2]), min_passes=2)
+    plans = DraftPlans(batch, Tables(np.full(32, 0.35), np.full(32, 1.0)))
+    assert plans.prices[0].tokens / plans.prices[0].seconds > speed(plans.prices[2])
+    probes = Probes()
+    probes.base_depth = 0
+    pair = probes.plan(plans, np.ones(2, dtype=np.int64), 0.0)
+    assert pair.more.drafts_B.tolist() == [2, 2]
+    assert pair.more_depth == 2

@@ -48,6 +48,9 @@ class DraftCollector(Collector):
                 costs.add_metric([half, str(rows)], seconds)
         yield costs
 
+        text = "Seconds that each request adds to a verify pass, beside its rows."
+        yield GaugeMetricFamily("hocket_draft_controller_request_seconds", text, now.request_s)
+
         text = "Rate at which drafts are kept whatever the model says: for benchmarks. 0: off."
         synthetic = GaugeMetricFamily("hocket_worker_synthetic_acceptance", text)
         synthetic.add_metric([], self._synthetic_acceptance)

@@ -25,7 +25,7 @@ from hocket.execution.passes import Passes
 from hocket.execution.sampling.noise import position_uniform
 from hocket.execution.sampling.sampler import Sampler
 from hocket.execution.sequence import Sequence
-from hocket.execution.waiting_rows import NO_ROWS
+from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
@@ -204,7 +204,7 @@ class ScriptedDraftSource:
             self._timed_source.propose(sequences, num_drafts)
         else:
             for sequence in sequences:
-                sequence.waiting = NO_ROWS
+                sequence.waiting = WaitingRows()
         return [
             [self._draft(sequence, sequence.num_tokens + depth) for depth in range(wanted)]
             for sequence, wanted in zip(sequences, num_drafts, strict=True)

@@ -7,8 +7,6 @@ they write into are given back. Real steps refine the curves later (`hocket.sche
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from statistics import fmean
 
 import torch
 
@@ -20,7 +18,8 @@ from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.step_costs import Point, StepCosts, StepTimes
 from hocket.types import RequestKey
 
-_REPEATS = 3
+_LEAST_REPEATS, _MOST_REPEATS, _REPEAT_S = 3, 30, 0.05
+"""A kind of step is taken so often, and for so long: the first ones are slow."""
 _MOST_S = 3.0
 """Larger batches are not measured any more once this much time has passed."""
 _CONTEXT_TOKENS = 32
@@ -32,25 +31,31 @@ def measure_step_costs(
     runner: ModelRunner, max_batch: int, max_drafts: int, clock: Clock
 ) -> StepCosts:
     """Times steps of 1, 2, 4, ... `max_batch` requests, without drafts and with one each, and one
-    with `max_drafts` each. Of every kind the quickest of three; of two with as many rows, of more
-    requests or more drafts, the mean. Takes some seconds at most, and the blocks of at least one
-    sequence."""
+    with `max_drafts` each, of every kind the quickest of some. Takes some seconds at most, and the
+    blocks of at least one sequence."""
     started = clock.now()
     sizes = [2**i for i in range(max_batch.bit_length()) if 2**i < max_batch] + [max_batch]
     steps = [(size, drafts) for size in sizes for drafts in (0, 1)] + [(max_batch, max_drafts)]
     draft: list[Point] = []
-    verify: defaultdict[int, list[float]] = defaultdict(list)
+    quickest: list[StepTimes] = []
     for size, drafts in steps:
         if draft and (size > runner.cache.pool.num_free or clock.now() - started > _MOST_S):
             break
-        timings = [_time_step(runner, size, drafts) for _ in range(_REPEATS)]
+        timings: list[StepTimes] = []
+        began = clock.now()
+        while len(timings) < _MOST_REPEATS:
+            timings.append(_time_step(runner, size, drafts))
+            if len(timings) >= _LEAST_REPEATS and clock.now() - began > _REPEAT_S:
+                break
         if drafts == 1:
             rows = timings[0].draft_rows
             draft.append((rows[0], min(times.draft_s for times in timings) / len(rows)))
-        verify[size * (1 + drafts)].append(min(times.verify_s for times in timings))
-    points = [(rows, fmean(seconds)) for rows, seconds in verify.items()]
-    _logger.info("step costs measured", extra={"draft_s": draft, "verify_s": points})
-    return StepCosts.from_points(draft, points)
+        quickest.append(min(timings, key=lambda times: times.verify_s))
+    costs = StepCosts.from_steps(draft, quickest)
+    measured = [(step.num_requests, step.verify_rows, step.verify_s) for step in quickest]
+    told = {"draft_s": draft, "verify_s": measured, "request_s": costs.request_s}
+    _logger.info("step costs measured", extra=told)
+    return costs
 
 
 def _time_step(runner: ModelRunner, size: int, num_drafts: int) -> StepTimes:
@@ -80,5 +85,5 @@ def _sequence(runner: ModelRunner, index: int, block: int) -> Sequence:
         stopping=StoppingParams(_CONTEXT_TOKENS),
         block_table=[block],
         num_computed=_CONTEXT_TOKENS - 1,
-        waiting=WaitingRows.of(hidden_RH.to(device, runner.model.dtype), num_rows - 1),
+        waiting=WaitingRows(hidden_RH.to(device, runner.model.dtype), num_rows - 1),
     )
