@@ -199,9 +199,9 @@ class Variant:
         return plan
 
     def _describe(self, place: int) -> DraftRequest:
-        sequence = self._seats[place].sequence
-        cap, is_greedy = self._runner.draft_limit(sequence), sequence.sampling.is_greedy
-        return DraftRequest(cap, sequence.waiting.num_rows, is_greedy)
+        assert self._controller is not None
+        most = self._controller.policy.max_drafts
+        return self._runner.draft_request(self._seats[place].sequence, most)
 
     def _learn(self, outputs: Sequence[DecodeOutput]) -> None:
         if self._controller is None:

@@ -298,10 +298,7 @@ class DecodeEngine:
         return True
 
     def _draft_request(self, planned: PlannedDecode) -> DraftRequest:
-        sequence = self._live[planned.key].running
-        cap = min(planned.num_drafts, self._runner.draft_limit(sequence))
-        is_greedy = sequence.sampling.is_greedy
-        return DraftRequest(cap, sequence.waiting.num_rows, is_greedy=is_greedy)
+        return self._runner.draft_request(self._live[planned.key].running, planned.num_drafts)
 
     def _prefill(self, plan: list[PlannedChunk], now: float) -> None:
         """Computes prompt chunks of requests whose KV was not handed over."""

@@ -25,7 +25,6 @@ from hocket.request_params import SamplingParams, StoppingParams
 from hocket.scheduling.draft_controller import (
     DraftBatch,
     DraftController,
-    DraftRequest,
     fixed_drafts,
 )
 from hocket.types import FinishReason, RequestKey, TokenLogprobs, Usage
@@ -141,7 +140,7 @@ class LocalEngine:
         sequences = [r.sequence for r in decoding]
         batch = DraftBatch(
             [sequence.key for sequence in sequences],
-            lambda place: self._draft_request(decoding[place]),
+            lambda i: self.runner.draft_request(sequences[i], decoding[i].num_drafts),
         )
         outputs = self.runner.decode(sequences, self.drafts.allot(batch))
         if (times := self.runner.last_step) is not None:
@@ -152,12 +151,6 @@ class LocalEngine:
             self.drafts.observe(request.sequence.key, output.num_drafted, output.num_accepted)
             if request.finish_reason is not None:
                 self.drafts.forget(request.sequence.key)
-
-    def _draft_request(self, running: _Running) -> DraftRequest:
-        sequence = running.sequence
-        cap = min(running.num_drafts, self.runner.draft_limit(sequence))
-        is_greedy = sequence.sampling.is_greedy
-        return DraftRequest(cap, sequence.waiting.num_rows, is_greedy=is_greedy)
 
     def _prefill(self, prompts: list[_Running]) -> None:
         budget = self.limits.chunk_tokens

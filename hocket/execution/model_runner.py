@@ -34,6 +34,7 @@ from hocket.execution.waiting_rows import WaitingRows
 from hocket.kv.paged_cache import PagedCache
 from hocket.model.step_inputs import SequenceInput, StepInputs
 from hocket.model.transformer import Transformer
+from hocket.scheduling.draft_controller import DraftRequest
 from hocket.scheduling.step_costs import StepTimes
 from hocket.types import FinishReason, TokenLogprobs
 
@@ -174,6 +175,11 @@ class ModelRunner:
         capacity = len(sequence.block_table) * self.cache.layout.block_tokens
         limit = min(sequence.remaining_tokens - 1, capacity - sequence.num_tokens)
         return max(limit, 0)
+
+    def draft_request(self, sequence: Sequence, max_drafts: int) -> DraftRequest:
+        """The sequence as the draft controller sees it."""
+        cap = min(max_drafts, self.draft_limit(sequence))
+        return DraftRequest(cap, sequence.waiting.num_rows, sequence.sampling.is_greedy)
 
     @torch.inference_mode()
     def draft(self, sequences: Seq[Sequence], num_drafts: Seq[int]) -> list[list[int]]:
