@@ -71,7 +71,7 @@ class Options:
     def span(self, workload: Workload, batch: int) -> Span:
         """More where acceptance depends on the text."""
         if workload.is_synthetic:
-            num_requests, tokens = max(batch, 4), 20 if batch <= 4 else 16
+            num_requests, tokens = max(batch, 4), 40
         else:
             num_requests, tokens = max(batch, 8), 64
         return Span(batch, max(8, round(tokens * self.scale)), num_requests)
