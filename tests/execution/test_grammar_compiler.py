@@ -305,6 +305,30 @@ def test_a_helper_that_dies_is_replaced(trials: GrammarTrials) -> None:
     assert trials.check(ALL[1], WAIT_S) == ""
 
 
+@pytest.mark.parametrize("is_whole_group", [False, True])
+def test_a_helper_that_is_killed_during_a_trial_costs_nobody_an_answer(
+    trials: GrammarTrials, is_whole_group: bool
+) -> None:
+    """Whether its child, which is at the grammar, goes with it or answers yet."""
+    slow = Grammar(GrammarKind.REGEX, "(a?b?c?){400}")
+    trials.check(ALL[1], WAIT_S)
+    helper = trials._helper
+    assert helper is not None
+
+    def kill() -> None:
+        if is_whole_group:
+            os.killpg(helper.pid, signal.SIGKILL)
+        else:
+            os.kill(helper.pid, signal.SIGKILL)
+
+    killer = threading.Timer(0.05, kill)
+    killer.start()
+    for _ in range(3):
+        trials.check(slow, WAIT_S)
+    killer.join()
+    assert trials._helper is not helper
+
+
 def test_closed_trials_fail() -> None:
     closed = GrammarTrials(LibraryArguments(str(FOLDER), VOCAB_SIZE, (END,), 1), 1 << 28)
     closed.close()

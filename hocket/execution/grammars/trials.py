@@ -36,6 +36,7 @@ from hocket.request_params import Grammar, GrammarKind
 
 START_TIMEOUT_S = 120.0
 _NUM_WALKS, _WALK_TOKENS = 4, 32
+_ENDING_S = 0.1
 _CARRY_S = 1.0  # what took longer to compile is faster to carry over
 
 
@@ -74,10 +75,21 @@ class GrammarTrials:
         """Returns when the grammar can be compiled and followed: for `GrammarLibrary.load`, or ""
         where `compile` is faster.
 
-        Raises InvalidRequest with the reason; TrialFailed when the time, the memory or the process
-        came to an end; InternalError when no trial could be begun.
+        Where somebody ended the helper under way, that is not the grammar's fault: it is tried once
+        more. Raises InvalidRequest with the reason; TrialFailed when the time, the memory or the
+        process came to an end; InternalError when no trial could be begun.
         """
         self.start()
+        helper = self._helper
+        try:
+            return self._try(grammar, timeout_s)
+        except (TrialFailed, InternalError):
+            if self._is_closed or helper is None or _lives(helper):
+                raise
+        self.start()
+        return self._try(grammar, timeout_s)
+
+    def _try(self, grammar: Grammar, timeout_s: float) -> str:
         mine, theirs = socket.socketpair()
         with mine:
             with theirs, suppress(OSError), self._lock:
@@ -120,6 +132,15 @@ class GrammarTrials:
             with suppress(ProcessLookupError):
                 os.killpg(self._helper.pid, signal.SIGKILL)
             self._helper.wait()
+
+
+def _lives(helper: subprocess.Popen[bytes]) -> bool:
+    """Not one that is just ending."""
+    try:
+        helper.wait(_ENDING_S)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 def _field(grammar: Grammar) -> str:
