@@ -43,6 +43,20 @@ Repetition = Annotated[float | None, typer.Option(help="Above 1: repeat less; de
 Frequency = Annotated[float | None, typer.Option(help="For each time that a token came; -2 to 2.")]
 Presence = Annotated[float | None, typer.Option(help="For tokens that came at all; -2 to 2.")]
 SchemaFile = Annotated[Path | None, typer.Option(help="File: the output is JSON of this schema.")]
+EbnfFile = Annotated[Path | None, typer.Option(help="File: the output follows this grammar.")]
+Stops = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="<str>", help="End before this; repeatable."),
+]
+Choices = Annotated[
+    list[str] | None,
+    typer.Option("--choice", metavar="<str>", help="The output is one of these; repeatable."),
+]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(help="Lossy: keep drafts of this probability, or of delta * exp(-entropy)."),
+]
+Delta = Annotated[float | None, typer.Option(help="Lossy, as --typical-epsilon.")]
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -100,9 +114,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="<str>", help="End before this; repeatable.")
-    ] = None,
+    stop: Stops = None,
     drafts: Annotated[int | None, typer.Option(help="Most draft tokens per step.")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Completions of the prompt.")] = None,
     min_tokens: MinTokens = None,
@@ -111,6 +123,10 @@ def generate(
     presence_penalty: Presence = None,
     json_schema: SchemaFile = None,
     regex: Annotated[str | None, typer.Option(help="The output matches this.")] = None,
+    ebnf: EbnfFile = None,
+    choice: Choices = None,
+    typical_epsilon: Epsilon = None,
+    typical_delta: Delta = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     address: Annotated[str, typer.Option(help="host:port of the gateway.")] = _ADDRESS,
 ) -> None:
@@ -139,6 +155,10 @@ def generate(
         presence_penalty=presence_penalty,
         json_schema=json_schema,
         regex=regex,
+        ebnf=ebnf,
+        choices=tuple(choice or ()),
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
     )
     raise typer.Exit(command.run(options, address, as_json=as_json))
 

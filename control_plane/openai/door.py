@@ -152,8 +152,9 @@ class GenerationEndpoint:
         behind = self._door.behind
         message, head = asked.message, self._door.head(asked.message.request_id)
         shapes = [self._logprobs_shape(message) for _ in range(message.n)]
+        echo = await self._echo(message) if asked.wants_echo else None
         if asked.is_stream:
-            chunks = Chunks(self._form, head, shapes, wants_usage=asked.wants_usage)
+            chunks = Chunks(self._form, head, shapes, wants_usage=asked.wants_usage, echo=echo)
 
             async def pass_on(response: generation.GenerateResponse) -> None:
                 await answer.stream(chunks.take(response), is_last=chunks.is_over)
@@ -164,7 +165,7 @@ class GenerationEndpoint:
             self._form,
             head,
             shapes,
-            echo=await self._echo(message) if asked.wants_echo else None,
+            echo=echo,
             prompt_texts=behind.texts if asked.wants_prompt_logprobs else None,
         )
 
@@ -188,7 +189,8 @@ class GenerationEndpoint:
         token_ids = await behind.tokenizer.tokenize(prompt, limits.most_prompt_tokens)
         text = message.text or behind.tokenizer.backend.decode(token_ids)
         message.token_ids.ids[:] = token_ids
-        return Echo(text, token_ids[0])
+        num_logprobs = len(token_ids) - 1 if message.HasField("prompt_logprobs") else 0
+        return Echo(text, token_ids[0], num_logprobs)
 
 
 class _Answerer:

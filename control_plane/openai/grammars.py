@@ -87,12 +87,12 @@ def _response_schema(fields: Fields) -> str:
 
 
 def _schema(fields: Fields, name: str) -> str:
-    """A JSON Schema, which may come as an object or as its text."""
+    """A JSON Schema, which may come as an object, as true (any JSON), or as its text."""
     value: Any = fields.value(name)
     if isinstance(value, str):
         return checked_text(value, fields.full_name(name))
-    if not isinstance(value, dict):
-        raise fields.wrong(name, "a JSON Schema")
+    if not isinstance(value, dict) and value is not True:
+        raise fields.wrong(name, "a JSON Schema that something can be of")
     try:
         return json.dumps(value, separators=(",", ":"))
     except RecursionError:

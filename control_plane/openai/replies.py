@@ -89,6 +89,7 @@ class Chunks:
         shapes: Sequence[LogprobsShape | None],
         *,
         wants_usage: bool,
+        echo: Echo | None = None,
     ) -> None:
         """`shapes`: one for each choice, None where the client asked for no logprobs."""
         values = json.dumps(head.values(form, form.chunk_object), separators=(",", ":"))
@@ -101,6 +102,9 @@ class Chunks:
             for index, shape in enumerate(shapes)
         ]
         self._totals = Totals(len(shapes))
+        self._echo = echo
+        self._prompt: list[generation.TokenLogprobs] = []
+        self._held: list[generation.GenerateResponse] = []
 
     @property
     def is_over(self) -> bool:
@@ -109,9 +113,24 @@ class Chunks:
 
     def take(self, response: generation.GenerateResponse) -> bytes:
         """The events of this message; empty when there is no text yet, which is when a character
-        is not whole. The last ones of all are the usage, if it was asked for, and the end."""
+        is not whole, or the prompt, which comes first, is not. The last ones of all are the usage,
+        if it was asked for, and the end."""
+        if self._echo is None:
+            return self._events(response)
+        self._held.append(response)
+        self._prompt.extend(response.prompt_logprobs)
+        if len(self._prompt) < self._echo.num_logprobs:
+            return b""
+        text, entries = self._echo.text, self._echo.entries(self._prompt)
+        told = [choice.text(text, entries) for choice in self._choices]
+        held, self._held, self._echo = self._held, [], None
+        return b"".join([*told, *map(self._events, held)])
+
+    def _events(self, response: generation.GenerateResponse) -> bytes:
         choice = self._choices[response.choice]
-        data = choice.opening() + choice.piece(response)
+        data = choice.opening()
+        if response.text or response.logprobs:
+            data += choice.text(response.text, response.logprobs)
         if not response.HasField("finish"):
             return data
         self._totals.add(response)
@@ -145,15 +164,13 @@ class _ChoiceChunks:
             return b""
         return event(f'{self._head}{opening},"logprobs":null,{self._end}')
 
-    def piece(self, response: generation.GenerateResponse) -> bytes:
-        """New text and its logprobs, if there are any."""
-        if self._shape is None or not response.logprobs:
-            if not response.text:
-                return b""
-            return event(self._before + encode_basestring(response.text) + self._after)
-        logprobs = _json(self._shape.take(response.logprobs))
-        text = encode_basestring(response.text) + self._form.after_text
-        return event(f'{self._before}{text},"logprobs":{logprobs},{self._end}')
+    def text(self, text: str, entries: Sequence[generation.TokenLogprobs]) -> bytes:
+        """New text and its logprobs, if there are any and the client asked for some."""
+        if self._shape is None or not entries:
+            return event(self._before + encode_basestring(text) + self._after) if text else b""
+        logprobs = _json(self._shape.take(entries))
+        told = encode_basestring(text) + self._form.after_text
+        return event(f'{self._before}{told},"logprobs":{logprobs},{self._end}')
 
     def closing(self, finish: generation.Finish, extra: str) -> bytes:
         """The reason. `extra`: more fields of the chunk, each after a comma."""
@@ -164,11 +181,17 @@ class _ChoiceChunks:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt, to be repeated before each output: its text, and its first token, which has no
-    logprob."""
+    """The prompt, to be repeated before each output: its text, its first token, which has no
+    logprob, and how many logprobs of the others are to come."""
 
     text: str
     first_token_id: int
+    num_logprobs: int
+
+    def entries(self, prompt: Sequence[generation.TokenLogprobs]) -> list[generation.TokenLogprobs]:
+        """Of all its tokens."""
+        first = generation.TokenLogprobs(token_id=self.first_token_id, logprob=math.nan)
+        return [first, *prompt]
 
 
 @dataclass(slots=True)
@@ -233,8 +256,7 @@ class Whole:
         choice, shape, echo = self._choices[index], self._shapes[index], self._echo
         text, entries = "".join(choice.texts), choice.entries
         if echo is not None:
-            first = generation.TokenLogprobs(token_id=echo.first_token_id, logprob=math.nan)
-            text, entries = echo.text + text, [first, *self._prompt, *entries]
+            text, entries = echo.text + text, [*echo.entries(self._prompt), *entries]
         told: dict[str, Any] = {"index": index}
         if self._form is CHAT:
             told["message"] = {"role": "assistant", "content": text, "refusal": None}

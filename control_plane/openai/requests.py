@@ -75,8 +75,6 @@ def completion_request(fields: Fields) -> Asked:
     if logprobs is not None:
         message.top_logprobs = logprobs
     wants_echo = fields.boolean("echo")
-    if wants_echo and asked.is_stream:
-        raise fields.wrong("echo", "false in a stream")
     if wants_echo and logprobs is not None and not asked.wants_prompt_logprobs:
         message.prompt_logprobs = logprobs
     best_of = fields.integer("best_of")
@@ -153,7 +151,8 @@ def _set_sampling(sampling: generation.Sampling, fields: Fields) -> None:
     for name in bias.names():
         value = bias.number(name)
         is_token_id = name.isdecimal() and len(name) <= 10 and int(name) <= MAX_UINT32
-        if not is_token_id or value is None:
+        # Not "03" either: beside "3" it would be the same token twice.
+        if not is_token_id or str(int(name)) != name or value is None:
             raise InvalidRequest("logit_bias", name, "token ids with a number each")
         sampling.logit_bias[int(name)] = value
 

@@ -24,6 +24,8 @@ from hocket.rpc import generation_pb2 as generation
 from hocket.rpc.clients import GenerationClient
 from hocket.rpc.status import is_from_grpc
 
+_UTF8 = "valid UTF-8"
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
@@ -47,6 +49,10 @@ class GenerateOptions:
     presence_penalty: float | None = None
     json_schema: Path | None = None
     regex: str | None = None
+    ebnf: Path | None = None
+    choices: tuple[str, ...] = ()
+    typical_epsilon: float | None = None
+    typical_delta: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,8 @@ def build_request(options: GenerateOptions) -> generation.GenerateRequest:
         else (request, "text")
     )
     settings: tuple[tuple[Any, str, Any, str], ...] = (
-        (holder, name, options.text, "valid UTF-8"),
-        (request, "model", options.model, "valid UTF-8"),
+        (holder, name, options.text, _UTF8),
+        (request, "model", options.model, _UTF8),
         (request.sampling, "temperature", options.temperature, "from 0 to 100"),
         (request.sampling, "top_p", options.top_p, "above 0, at most 1"),
         (request.sampling, "top_k", options.top_k, "from 0 to 4294967295"),
@@ -106,21 +112,30 @@ def build_request(options: GenerateOptions) -> generation.GenerateRequest:
         (request.sampling, "repetition_penalty", options.repetition_penalty, "above 0, at most 2"),
         (request.sampling, "frequency_penalty", options.frequency_penalty, "from -2 to 2"),
         (request.sampling, "presence_penalty", options.presence_penalty, "from -2 to 2"),
-        (request.grammar, "json_schema", _content(options.json_schema), "valid UTF-8"),
-        (request.grammar, "regex", options.regex, "valid UTF-8"),
+        (request.grammar, "json_schema", _content("json_schema", options.json_schema), _UTF8),
+        (request.grammar, "regex", options.regex, _UTF8),
+        (request.grammar, "ebnf", _content("ebnf", options.ebnf), _UTF8),
+        (request.typical_acceptance, "epsilon", options.typical_epsilon, "above 0, at most 1"),
+        (request.typical_acceptance, "delta", options.typical_delta, "above 0, at most 1"),
     )
-    if options.json_schema is not None and options.regex is not None:
-        raise InvalidRequest("regex", options.regex, "absent beside a JSON schema")
+    grammars = ("json_schema", "regex", "ebnf", "choices")
+    first, *others = [name for name in grammars if getattr(options, name)] or [""]
+    if others:
+        raise InvalidRequest(others[0], str(getattr(options, others[0])), f"absent beside {first}")
     for message, name, value, limit in settings:
         if value is not None:
             try:
                 setattr(message, name, value)
             except (ValueError, TypeError) as error:
                 raise InvalidRequest(name, value, limit) from error
-    try:
-        request.stopping.stop.extend(options.stop)
-    except ValueError as error:
-        raise InvalidRequest("stop", options.stop, "valid UTF-8") from error
+    lists = ((request.stopping.stop, "stop", options.stop),)
+    if options.choices:
+        lists += ((request.grammar.choice.strings, "choice", options.choices),)
+    for strings, name, values in lists:
+        try:
+            strings.extend(values)
+        except ValueError as error:
+            raise InvalidRequest(name, values, _UTF8) from error
     return request
 
 
@@ -295,14 +310,14 @@ async def _ask_once(
         await client.close()
 
 
-def _content(path: Path | None) -> str | None:
+def _content(name: str, path: Path | None) -> str | None:
     """Of a file that an option names. Raises InvalidRequest when it cannot be read as text."""
     if path is None:
         return None
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest("json_schema", str(path), f"a file of UTF-8 text ({error})") from error
+        raise InvalidRequest(name, str(path), f"a file of UTF-8 text ({error})") from error
 
 
 def write_now(text: str) -> None:

@@ -181,6 +181,12 @@ def _max_draft_tokens(settings: WorkerSettings, config: ModelConfig) -> int:
             "(num_nextn_predict_layers is 0 or absent); use 0, or -1 for what the checkpoint has.",
             field="decode.draft_tokens",
         )
+    if settings.pool.synthetic_acceptance > 0:
+        raise ConfigError(
+            f"decode.synthetic_acceptance is {settings.pool.synthetic_acceptance}, but the "
+            "checkpoint has no MTP module: there are no drafts to accept; it must be 0.",
+            field="decode.synthetic_acceptance",
+        )
     _logger.info("The checkpoint has no MTP module: every step emits one token.")
     return 0
 

@@ -127,6 +127,25 @@ def test_every_option_reaches_its_field(gateway: ScriptedGateway) -> None:
     assert gateway.requests == [expected]
 
 
+def test_choices_grammars_and_lossy_acceptance_reach_their_fields(
+    gateway: ScriptedGateway, tmp_path: Path
+) -> None:
+    ebnf = tmp_path / "sum.ebnf"
+    ebnf.write_text('root ::= "1+1"')
+    lossy = ("--typical-epsilon", "0.25", "--typical-delta", "0.5")
+    assert generate(gateway, "Hi", "--choice", "yes", "--choice", "no", *lossy).exit_code == 0
+    assert generate(gateway, "Hi", "--ebnf", str(ebnf)).exit_code == 0
+    first, second = gateway.requests
+    assert list(first.grammar.choice.strings) == ["yes", "no"]
+    assert (first.typical_acceptance.epsilon, first.typical_acceptance.delta) == (0.25, 0.5)
+    assert second.grammar.ebnf == 'root ::= "1+1"'
+    assert not second.HasField("typical_acceptance")
+    both = generate(gateway, "Hi", "--choice", "yes", "--ebnf", str(ebnf))
+    assert "must be absent beside ebnf" in both.stderr
+    missing = generate(gateway, "Hi", "--ebnf", str(tmp_path / "none"))
+    assert missing.stderr.startswith("error: ebnf is ")
+
+
 def test_what_is_not_given_is_left_to_the_server(gateway: ScriptedGateway) -> None:
     generate(gateway, "Hi")
     (request,) = gateway.requests
@@ -155,7 +174,7 @@ def test_a_schema_is_read_from_its_file(gateway: ScriptedGateway, tmp_path: Path
     assert generate(gateway, "Hi", "--json-schema", str(schema)).exit_code == 0
     assert gateway.requests[0].grammar.json_schema == '{"type": "object"}'
     both = generate(gateway, "Hi", "--json-schema", str(schema), "--regex", "a")
-    assert both.stderr == "error: regex is 'a'; it must be absent beside a JSON schema.\n"
+    assert both.stderr == "error: regex is 'a'; it must be absent beside json_schema.\n"
     schema.write_bytes(b"\xff")
     for path in (schema, tmp_path / "none.json"):
         done = generate(gateway, "Hi", "--json-schema", str(path))

@@ -385,6 +385,13 @@ def test_drafts_that_are_demanded_of_a_checkpoint_without_mtp_heads_are_refused(
         set_up_model(worker_of(tmp_path, 2))
 
 
+def test_synthetic_acceptance_of_a_checkpoint_without_modules_is_refused(tmp_path: Path) -> None:
+    settings = worker_of(tmp_path, -1)
+    settings = replace(settings, pool=replace(settings.pool, synthetic_acceptance=0.7))
+    with pytest.raises(ConfigError, match=r"synthetic_acceptance is 0\.7, .* no MTP module"):
+        set_up_model(settings)
+
+
 def worker_of(tmp_path: Path, draft_tokens: int) -> WorkerSettings:
     """A decode worker of a checkpoint without heads."""
     path = random_checkpoint(replace(TINY, num_mtp_layers=0), tmp_path / "plain", 2, "float32")

@@ -67,6 +67,7 @@ GRAMMARS: list[tuple[dict[str, Any], Grammar | None]] = [
         Grammar(GrammarKind.JSON_SCHEMA, SCHEMA_TEXT),
     ),
     ({"guided_json": SCHEMA}, Grammar(GrammarKind.JSON_SCHEMA, SCHEMA_TEXT)),
+    ({"guided_json": True}, Grammar(GrammarKind.JSON_SCHEMA, "true")),
     ({"guided_json": ' {"a": 1}'}, Grammar(GrammarKind.JSON_SCHEMA, ' {"a": 1}')),
     ({"guided_regex": "a+"}, Grammar(GrammarKind.REGEX, "a+")),
     ({"guided_choice": ["yes", "né"]}, Grammar(GrammarKind.CHOICE, json.dumps(["yes", "né"]))),
@@ -113,7 +114,6 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"n": 65}, "n"),
     ({"best_of": 3}, "best_of"),
     ({"n": 2, "best_of": 3}, "best_of"),
-    ({"echo": True, "stream": True}, "echo"),
     ({"echo": 1}, "echo"),
     ({"frequency_penalty": 2.5}, "frequency_penalty"),
     ({"presence_penalty": "high"}, "presence_penalty"),
@@ -121,6 +121,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"3": 1, "03": 2}}, "logit_bias"),
+    ({"logit_bias": {"\u0663": 1}}, "logit_bias"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"3": None}}, "logit_bias"),
     ({"logit_bias": {"3": "x"}}, "logit_bias.3"),
@@ -142,6 +144,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
         "response_format.json_schema.schema",
     ),
     ({"guided_json": 7}, "guided_json"),
+    ({"guided_json": False}, "guided_json"),
     ({"guided_json": ""}, "guided_json"),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": "\ud800"}, "guided_regex"),
@@ -334,6 +337,38 @@ async def test_an_echo_repeats_the_prompt_with_its_logprobs(
             # The start token is in no text.
             assert logprobs.text_offset[:3] == [0, 0, 5]
             assert logprobs.text_offset[num_prompt] == len("hello größe")
+
+
+async def test_a_stream_echoes_the_prompt_first(open_door: Any, tokenizer: Any) -> None:
+    async with open_door(TEXT) as d:
+        asked = {"model": "fox", "prompt": "hello größe", "echo": True}
+        stream = await d.client.completions.create(**asked, stream=True)
+        texts = [chunk.choices[0].text async for chunk in stream]
+        assert texts[0] == "hello größe"
+        assert "".join(texts[1:]) == TEXT
+        whole = await d.client.completions.create(**asked, logprobs=1, max_tokens=2, n=2)
+        stream = await d.client.completions.create(
+            **asked, logprobs=1, max_tokens=2, n=2, stream=True
+        )
+        found = [["", [], [], [], []] for _ in range(2)]
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            told = found[choice.index]
+            told[0] += choice.text
+            if choice.logprobs is not None:
+                told[1] += choice.logprobs.tokens
+                told[2] += choice.logprobs.token_logprobs
+                told[3] += choice.logprobs.top_logprobs
+                told[4] += choice.logprobs.text_offset
+        for choice, told in zip(whole.choices, found, strict=True):
+            logprobs = choice.logprobs
+            assert told == [
+                choice.text,
+                logprobs.tokens,
+                logprobs.token_logprobs,
+                logprobs.top_logprobs,
+                logprobs.text_offset,
+            ]
 
 
 async def test_an_echo_of_a_prompt_that_is_too_long_is_400(open_door: Any) -> None:
