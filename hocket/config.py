@@ -10,6 +10,7 @@ decode worker, everything on loopback. Next: `hocket.cli` hands a `Config` to
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -374,7 +375,7 @@ def _check_together(config: Config) -> None:
         raise wrong("redis.lease_s", lease_s, limit)
     check_transfer(config.transfer, config.faults)
     for most, tokens_per_s in config.decode.interactivity.items():
-        if not (most.isdecimal() and str(int(most)) == most != "0"):
+        if not re.fullmatch("[1-9][0-9]{0,8}", most):
             limit = "a table whose keys are numbers of requests: 8, not 08"
             raise wrong("decode.interactivity", most, limit)
         if not tokens_per_s > 0:

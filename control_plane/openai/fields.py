@@ -7,6 +7,7 @@ is the same as absent everywhere, as it is at OpenAI.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -106,7 +107,9 @@ def checked_text(value: object, name: str) -> str:
 def parse_object(body: bytes) -> Fields:
     """The JSON object of a request's body. Raises InvalidRequest."""
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        values = json.loads(
+            body, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated
+        )
     except (ValueError, RecursionError) as error:
         told = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest("body", _start(body), f"a JSON object ({told})") from None
@@ -117,6 +120,15 @@ def parse_object(body: bytes) -> Fields:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What the first of two fields said would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r:.40} is there more than once")
+    return values
 
 
 def _start(body: bytes) -> str:

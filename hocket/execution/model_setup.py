@@ -184,7 +184,8 @@ def _max_draft_tokens(settings: WorkerSettings, config: ModelConfig) -> int:
     if settings.pool.synthetic_acceptance > 0:
         raise ConfigError(
             f"decode.synthetic_acceptance is {settings.pool.synthetic_acceptance}, but the "
-            "checkpoint has no MTP module: there are no drafts to accept; it must be 0.",
+            "checkpoint has no MTP module: there are no drafts to accept; set it to 0, or take a "
+            "checkpoint with MTP modules.",
             field="decode.synthetic_acceptance",
         )
     _logger.info("The checkpoint has no MTP module: every step emits one token.")

@@ -190,7 +190,8 @@ async def test_neutral_values_and_unknown_fields_are_accepted(open_door: Any) ->
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[1]", b'"x"', b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000,
-     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x"} {}'],
+     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x"} {}',
+     b'{"prompt": "x", "prompt": "y"}', b'{"prompt": "x", "logit_bias": {"3": 1, "3": 2}}'],
 )  # fmt: skip
 async def test_a_body_that_is_no_json_object_is_400(open_door: Any, body: bytes) -> None:
     async with open_door() as d:
