@@ -34,7 +34,7 @@ _PRIOR_MEMORY = 500.0
 _FADING_STEPS = 200.0
 _OWN_REST, _PRIOR_REST = 8.0, 20.0
 # Own observations that weigh as much as the prior: at the start, and at least and most.
-_START_OWN = 6.0
+_START_OWN = 12.0
 _LEAST_OWN, _MOST_OWN = 2.0, 100.0
 # Own observations from which on a request tells how requests differ.
 _TELLING = 8.0
