@@ -18,7 +18,7 @@ MAX_DRAFTS = 3
 def wish_of(prompts: bool, verifies: bool, drafts: int) -> Wish:
     """Drafts are worth something up to this many."""
     by_depth = tuple(DepthPrice(min(depth, drafts), 1) for depth in range(MAX_DRAFTS + 1))
-    return Wish(prompts, verifies, DepthOffer(by_depth, 0, DepthPrice(0, 1)))
+    return Wish(prompts, verifies, DepthOffer(by_depth))
 
 
 WISHES = [
