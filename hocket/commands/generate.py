@@ -119,7 +119,7 @@ def build_request(options: GenerateOptions) -> generation.GenerateRequest:
         (request.typical_acceptance, "delta", options.typical_delta, "above 0, at most 1"),
     )
     grammars = ("json_schema", "regex", "ebnf", "choices")
-    first, *others = [name for name in grammars if getattr(options, name)] or [""]
+    first, *others = [n for n in grammars if getattr(options, n) not in (None, ())] or [""]
     if others:
         raise InvalidRequest(others[0], str(getattr(options, others[0])), f"absent beside {first}")
     for message, name, value, limit in settings:

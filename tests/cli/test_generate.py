@@ -175,6 +175,8 @@ def test_a_schema_is_read_from_its_file(gateway: ScriptedGateway, tmp_path: Path
     assert gateway.requests[0].grammar.json_schema == '{"type": "object"}'
     both = generate(gateway, "Hi", "--json-schema", str(schema), "--regex", "a")
     assert both.stderr == "error: regex is 'a'; it must be absent beside json_schema.\n"
+    empty = generate(gateway, "Hi", "--json-schema", str(schema), "--regex", "")
+    assert empty.stderr == "error: regex is ''; it must be absent beside json_schema.\n"
     schema.write_bytes(b"\xff")
     for path in (schema, tmp_path / "none.json"):
         done = generate(gateway, "Hi", "--json-schema", str(path))
