@@ -133,11 +133,10 @@ class Sequence:
         """Rows `first` to `end` are h_{c-1} and those before it. Of more than `MOST_PENDING` that
         would wait the newer half does."""
         self.waiting.add(hidden_TH, first, end)
-        if self.waiting.num_pending > MOST_PENDING:
+        if self.num_pending > max(MOST_PENDING, end - first):
             num_kept = max(MOST_PENDING // 2, end - first)
-            if num_kept < self.waiting.num_pending:
-                self.gap = (self.num_complete, self.num_computed - num_kept + 1)
-                self.waiting.keep_newest(num_kept)
+            self.gap = (self.num_complete, self.num_computed - num_kept + 1)
+            self.waiting.keep_newest(num_kept)
 
     def gap_of(self, module: int) -> tuple[int, int]:
         """Slots without entries in an MTP module, numbered from 0: they end where `gap` does in the

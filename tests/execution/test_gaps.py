@@ -80,10 +80,11 @@ def drafts_by_the_book(
     cache, table = PagedCache(model.kv_layout(), 6, "cpu"), list(range(6))
     sampler, known = Sampler(model.config.vocab_size, cache.device), list(sequence.token_ids)
     whole = model.forward(StepInputs.build([(known[:-1], 0, table)], "cpu"), cache)
-    for begin in sorted({0, max(0, gap[1] - 1)}):
+    behind = max(0, gap[1] - 1)
+    for begin in sorted({0, behind}):
         rows = whole[begin : gap[0] - 1] if begin == 0 and gap != NO_GAP else whole[begin:]
         # A row's token is as far ahead as the module looks; drafts follow behind the last row.
-        for depth in range(k if begin == max(0, gap[1] - 1) else len(model.mtp)):
+        for depth in range(k if begin == behind else len(model.mtp)):
             module = min(depth, len(model.mtp) - 1)
             if depth > module:
                 rows, first = rows[-1:], len(known) - 1
@@ -95,7 +96,7 @@ def drafts_by_the_book(
             holes = [(gap[0], gap[1] + module)] if begin else []
             inputs = StepInputs.build([(tokens, first, table)], "cpu", gaps=holes)
             rows = model.mtp_forward(inputs, rows[: len(tokens)], cache, module=module)
-            if begin == max(0, gap[1] - 1):
+            if begin == behind:
                 logits = model.mtp_logits(rows[-1:], module)
                 known.append(int(sampler.sample(logits, [sequence.sampling], [len(known)])))
     return known[len(sequence.token_ids) :]

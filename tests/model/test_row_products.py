@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -118,16 +119,12 @@ def test_elements_that_packing_rounds_are_rounded_in_tables_too() -> None:
 def test_a_kernel_that_treats_few_rows_otherwise_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Uneven:
-        def __init__(self, weight_NK: torch.Tensor) -> None:
-            self._weight_NK = weight_NK
+    def uneven(weight_NK: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+        if x_TK.shape[0] > 12:
+            return F.linear(x_TK.double(), weight_NK.double()).float()
+        return F.linear(x_TK, weight_NK)
 
-        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-            if x_TK.shape[0] > 12:
-                return F.linear(x_TK.double(), self._weight_NK.double()).float()
-            return F.linear(x_TK, self._weight_NK)
-
-    monkeypatch.setattr(row_products, "product_of", Uneven)
+    monkeypatch.setattr(row_products, "product_of", partial(partial, uneven))
     weight_NK = torch.randn(48, 160)
     assert not agreement_of(weight_NK).of_rows
     numerics = InvariantNumerics(torch.float32, CPU)
@@ -142,17 +139,13 @@ def test_a_kernel_that_treats_few_rows_otherwise_is_not_taken(
 def test_a_kernel_that_treats_rows_at_odd_places_otherwise_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Uneven:
-        def __init__(self, weight_NK: torch.Tensor) -> None:
-            self._weight_NK = weight_NK
+    def uneven(weight_NK: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+        products_TNK = x_TK[:, None] * weight_NK
+        found_TN = products_TNK.sum(-1)
+        found_TN[1::2] = products_TNK[1::2].flip(-1).cumsum(-1)[..., -1]
+        return found_TN
 
-        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-            products_TNK = x_TK[:, None] * self._weight_NK
-            found_TN = products_TNK.sum(-1)
-            found_TN[1::2] = products_TNK[1::2].flip(-1).cumsum(-1)[..., -1]
-            return found_TN
-
-    monkeypatch.setattr(row_products, "product_of", Uneven)
+    monkeypatch.setattr(row_products, "product_of", partial(partial, uneven))
     assert not agreement_of(torch.randn(48, 160)).of_rows
 
 

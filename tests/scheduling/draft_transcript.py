@@ -107,8 +107,6 @@ class Story:
             before = {name: _drafts(kind) for name, kind in self._kinds.items()}
             for _ in range(num_steps):
                 worker.step()
-                for request in worker.running:
-                    request.pending_rows = min(request.pending_rows, 16)
             shares = [
                 f"{name} {(_drafts(kind) - before[name]) / num_steps / len(kind.requests):.1f}"
                 for name, kind in self._kinds.items()

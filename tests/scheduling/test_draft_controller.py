@@ -189,7 +189,7 @@ def test_probes_in_vain_cost_about_a_hundredth_of_step_time(number: int, linear:
     probes, seconds = worker.controller.snapshot().probes, worker.seconds
     for _ in range(3000):
         for request in worker.running:
-            request.pending_rows = 1  # it may draft for ever
+            request.pending_rows = 1  # it has nothing to catch up on
         worker.step()
     plain_s = 3000 * UNIT_S * (compute_bound(number) if linear else memory_bound(number))
     assert worker.controller.snapshot().probes > probes + 3
@@ -248,18 +248,22 @@ def test_luck_with_drafts_is_not_asked_for() -> None:
     assert play(DraftPolicy(4), told) == first
 
 
-def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A decision takes as long as a part of a step that takes a few milliseconds."""
-    made: list[int] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of the batch of each plan that is made."""
+    sizes: list[int] = []
 
     class Counted(DraftPlans):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            made.append(self.batch.size)
+            sizes.append(self.batch.size)
 
     monkeypatch.setattr(draft_controller, "DraftPlans", Counted)
+    return sizes
+
+
+def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(made: list[int]) -> None:
+    """A decision takes as long as a part of a step that takes a few milliseconds."""
 
     def run(controller: DraftController, running: list[Asked], steps: int) -> int:
         made.clear()
@@ -283,16 +287,8 @@ def test_short_steps_keep_a_plan_until_a_request_comes_or_goes(
     assert controller.snapshot().acceptance_sampled[0] > 0.9
 
 
-def test_requests_come_and_go_within_the_time_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_come_and_go_within_the_time_of_a_plan(made: list[int]) -> None:
     """In a large batch some request ends with nearly every step."""
-    made: list[int] = []
-
-    class Counted(DraftPlans):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self.batch.size)
-
-    monkeypatch.setattr(draft_controller, "DraftPlans", Counted)
     controller = DraftController(DraftPolicy(3), StepCosts.from_points([(1, 1e-6)], [(1, 0.002)]))
     probes_before = 0
     for serial in range(300):

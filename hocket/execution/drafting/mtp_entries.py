@@ -65,17 +65,16 @@ def run_module(
     ready for the next module.
     """
     parts: list[SequenceInput] = []
-    for one in rows:
+    gaps = [one.sequence.gap_of(module) for one in rows]
+    for one, (_, gap_end) in zip(rows, gaps, strict=True):
         slot = one.first_row + module + 1
-        first_slot = max(one.first_slot, module + 1, one.sequence.gap_of(module)[1])
+        first_slot = max(one.first_slot, module + 1, gap_end)
         assert slot <= first_slot, (one.sequence.key, slot, first_slot)
         parts.append((one.tokens(module), slot, one.sequence.block_table))
     lengths = [len(tokens) for tokens, _, _ in parts]
     hidden = [one.hidden_RH[:length] for one, length in zip(rows, lengths, strict=True)]
     hidden_TH = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-    first_slots = [one.first_slot for one in rows]
-    gaps = [one.sequence.gap_of(module) for one in rows]
-    inputs = StepInputs.build(parts, hidden_TH.device, first_slots, gaps)
+    inputs = StepInputs.build(parts, hidden_TH.device, [one.first_slot for one in rows], gaps)
     z = passes.mtp_forward(inputs, hidden_TH, cache, is_last, module)
     if is_last:
         return z
